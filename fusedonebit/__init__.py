@@ -65,10 +65,19 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "dcp": ".checkpoint.dcp",  # takes a second
+    # Want packages that are no requirements.
+    "accelerate": ".integrations.accelerate",
+    "lightning": ".integrations.lightning",
+    "transformers": ".integrations.transformers",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import ``dcp`` when it is asked for: it takes a second."""
-    if name == "dcp":
-        return import_module(".checkpoint.dcp", __name__)
+    """Import what is imported only when it is asked for."""
+    if name in _LATER:
+        return import_module(_LATER[name], __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

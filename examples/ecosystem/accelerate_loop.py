@@ -10,7 +10,6 @@ import hashlib
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fusedonebit
@@ -30,11 +29,10 @@ def main() -> None:
     model = accelerator.prepare(model)
     # max_grad_norm here instead of accelerator.clip_grad_norm_, which clips each rank by its own norm.
     ours = fusedonebit.OneBitAdam(model.parameters(), lr=3e-3, warmup=0.05, total_steps=STEPS, max_grad_norm=1.0)
-    if isinstance(model, DistributedDataParallel):  # a single process has none
-        fusedonebit.ddp.attach(model, ours)
     # A prepared scheduler takes as many steps at once as there are processes.
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(ours, STEPS * accelerator.num_processes)
     optimizer, loader, schedule = accelerator.prepare(ours, loader, schedule)
+    fusedonebit.accelerate.attach(accelerator, model, optimizer)
 
     losses = []
     for x, target in loader:

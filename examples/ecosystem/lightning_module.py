@@ -9,7 +9,6 @@ import sys
 import lightning
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fusedonebit
@@ -33,8 +32,6 @@ class Student(lightning.LightningModule):
     def configure_optimizers(self) -> tuple[list, list]:
         # max_grad_norm here instead of Trainer(gradient_clip_val=...), which clips each rank by its own norm.
         ours = fusedonebit.OneBitAdam(self.parameters(), lr=3e-3, warmup=0.05, total_steps=STEPS, max_grad_norm=1.0)
-        if isinstance(model := self.trainer.strategy.model, DistributedDataParallel):  # "ddp" has wrapped it by now
-            fusedonebit.ddp.attach(model, ours)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(ours, STEPS)
         return [ours], [{"scheduler": schedule, "interval": "step"}]
 
@@ -44,7 +41,10 @@ def main() -> None:
     torch.manual_seed(0)
     student, teacher, x = Student(), nn.Linear(64, 10), torch.randn(STEPS * 64 * devices, 64)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(devices=devices, strategy="ddp" if devices > 1 else "auto", max_steps=STEPS, **quiet)
+    strategy = "ddp" if devices > 1 else "auto"
+    trainer = lightning.Trainer(
+        devices=devices, strategy=strategy, max_steps=STEPS, callbacks=[fusedonebit.lightning.OneBit()], **quiet
+    )
     trainer.fit(student, DataLoader(TensorDataset(x, teacher(x).argmax(1)), batch_size=64))
     first, *_, last = student.losses
     stats = student.optimizers().optimizer.stats()

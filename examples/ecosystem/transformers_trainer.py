@@ -5,29 +5,15 @@ torchrun --nproc-per-node 2 examples/ecosystem/transformers_trainer.py
 
 import hashlib
 import os
-from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is downloaded
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import fusedonebit
 
 STEPS = 120
-
-
-class Attach(TrainerCallback):
-    """Has DDP average only while the optimizer wants averages; Trainer makes both when training begins."""
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        model = self.trainer.model_wrapped  # DDP; callbacks are given what is inside
-        if isinstance(model, DistributedDataParallel):  # a single process has none
-            fusedonebit.ddp.attach(model, self.trainer.optimizer.optimizer)  # ours is inside accelerate's
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
 
 
 def main() -> None:
@@ -44,7 +30,7 @@ def main() -> None:
     ours = {"optimizer_cls_and_kwargs": (fusedonebit.OneBitAdam, settings)}
     data = [{"input_ids": row, "labels": row} for row in counting]
     trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data, **ours)
-    trainer.add_callback(Attach(trainer))
+    fusedonebit.transformers.attach(trainer)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history[:-1]]
     stats = trainer.optimizer.optimizer.stats()

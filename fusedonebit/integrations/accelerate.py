@@ -1,0 +1,43 @@
+"""Hugging Face's accelerate, by one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+
+from . import of_each_rank
+
+
+def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> None:
+    """Make a prepared model and optimizer compress, and ``save_state`` keep each rank's state.
+
+    accelerate keeps rank 0's state alone; so each rank writes a file of its own into the folder of ``save_state``,
+    ``onebit-rank-R-of-W.pt``, and ``load_state`` takes it, on as many ranks. All ranks must reach that folder.
+    ``accelerator.clip_grad_norm_`` must not be called: pass ``max_grad_norm`` to the optimizer.
+
+    Args:
+        accelerator: That has prepared both.
+        model: As ``accelerator.prepare`` has returned it.
+        optimizer: One of this package's, made of the prepared model's parameters, as ``prepare`` has returned it.
+
+    Raises:
+        TypeError, ValueError: on every rank, if they don't belong together, or were not prepared.
+    """
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise TypeError(
+            f"optimizer must be what accelerator.prepare(optimizer) has returned, got {type(optimizer).__name__}"
+        )
+    inside = of_each_rank.ours(optimizer)
+    of_each_rank.attach_once(model, inside)
+
+    def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        of_each_rank.save(inside, output_dir)
+
+    def load(models: list[torch.nn.Module], input_dir: str) -> None:
+        of_each_rank.hand_over(inside, input_dir)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
