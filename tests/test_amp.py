@@ -314,6 +314,7 @@ def test_a_rank_without_any_gradient_takes_part():
     assert one[1:] == (2, 2.0**8)
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 def test_torchs_scaler_hands_over_a_bare_number_where_nothing_has_a_gradient():
     optimizer, scaler = construct("onebit-adam", make(), freeze_step=1), torch.amp.GradScaler("cpu", 4.0)
     set_gradients(optimizer, 0, 0, scaler)

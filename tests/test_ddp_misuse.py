@@ -29,7 +29,7 @@ ERRORS = {
     "more": f"{OTHERS} parameter 6; make the optimizer from model.parameters()",
     "the optimizer is alone": f"{RANKS} [0, 1] and [RANK]; pass the same process_group to both",
     "the model is alone": f"{RANKS} [RANK] and [0, 1]; pass the same process_group to both",
-    "twice": "RuntimeError: register_comm_hook or register_builtin_comm_hook can only be called once.",
+    "twice": "RuntimeError: this OneBitAdam is attached already; call attach() once, before training",
 }
 FROM_RANK_1 = "DisagreementError: failed on rank 1: model must be wrapped in DistributedDataParallel, got Net; "
 

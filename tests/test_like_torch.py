@@ -35,6 +35,8 @@ def steps(optimizer: Any, params: list[Parameter], count: int, seed: int = 0) ->
 def test_frozen_parameters_alone_are_taken_and_others_added_later(name):
     frozen, adapter = Parameter(torch.ones(4), requires_grad=False), Parameter(torch.ones(3))
     optimizer: Any = MAKE[name]([frozen], lr=1e-2)
+    with pytest.warns(FusedOneBitWarning, match="no parameter of this .* requires gradients"):
+        optimizer.step()
     for _ in range(4):
         assert optimizer.step(lambda: 7) == 7
     assert optimizer.stats()["step"] == 0
@@ -47,6 +49,7 @@ def test_frozen_parameters_alone_are_taken_and_others_added_later(name):
     assert torch.equal(frozen, torch.ones(4))
 
 
+@pytest.mark.filterwarnings("ignore:no parameter of this")
 @EACH
 def test_frozen_parameters_alone_leave_several_ranks_at_peace(name):
     def program(rank: int, transport: Any) -> Tensor:
@@ -67,6 +70,24 @@ def test_unfreezing_the_only_parameter_is_not_overlooked():
     p.requires_grad_(True)
     with pytest.raises(RuntimeError, match="requires gradients now but did not when the optimizer was made"):
         optimizer.step()
+
+
+@EACH
+def test_a_layer_frozen_during_training_stays_as_it_is_until_it_trains_again(name):
+    """It is as if it had no gradient, in both stages; unfreezing needs no new optimizer."""
+    runs = []
+    for freezes in (True, False):
+        layer, rest = Parameter(torch.ones(40)), Parameter(torch.ones(3))
+        optimizer: Any = MAKE[name]([layer, rest], lr=1e-2)
+        before = steps(optimizer, [layer, rest], 1)[0]
+        layer.grad = None
+        layer.requires_grad_(not freezes)
+        assert torch.equal(steps(optimizer, [rest], 4, seed=1) and layer, before)
+        layer.requires_grad_(True)
+        after = steps(optimizer, [layer, rest], 3, seed=2)
+        assert not torch.equal(after[0], before)
+        runs.append(after)
+    assert all(map(torch.equal, *runs))
 
 
 # ---------------------------------------------------------------- hyper-parameters that are tensors

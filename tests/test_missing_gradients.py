@@ -234,6 +234,7 @@ def test_a_whole_round_without_a_gradient_leaves_all_as_it_was(name):
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "zero-one", pytest.param("marsit adam", marks=pytest.mark.full)])
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(name):

@@ -189,6 +189,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
 
 
+@pytest.mark.filterwarnings("ignore:betas.0., the momentum")
 @pytest.mark.parametrize("beta2", [0.999, 0.5])
 @pytest.mark.parametrize("options", [{}, {"precondition": False, "eps": 1e-3}], ids=str)
 def test_a_stretch_is_adamw_with_a_corrected_variance_of_shorter_memory(options, beta2):
@@ -230,6 +231,7 @@ def layers_through_a_cycle(rank: int, transport, name: str, options: dict) -> li
     return found
 
 
+@pytest.mark.filterwarnings("ignore:betas.0., the momentum")
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("name", ["onebit-lamb", "onebit-lamb-frozen"])

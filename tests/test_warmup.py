@@ -170,6 +170,7 @@ def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned():
     torch.testing.assert_close(p.detach(), torch.tensor([2.9, 3.9]))
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 def test_a_gradient_that_is_none_leaves_its_parameter_alone():
     shapes = [(40,), (7, 3)]
     ours, reference = make_pair(lambda: [Parameter(torch.randn(s)) for s in shapes], weight_decay=0.1)
@@ -281,8 +282,8 @@ def test_masked_coordinates_stay_exactly_still_and_the_others_follow_adamw():
 def test_named_parameters_appear_by_name_in_messages():
     model = torch.nn.Linear(3, 2)
     optimizer = OneBitAdam(model.named_parameters(), freeze_step=10)
-    model.bias.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"parameter 1 \(bias\) no longer requires gradients"):
+    model.bias.data = torch.randn(3)
+    with pytest.raises(RuntimeError, match=r"parameter 1 \(bias\) was torch.float32 \(2,\)"):
         optimizer.step()
 
 

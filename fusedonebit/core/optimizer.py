@@ -17,16 +17,23 @@ from ..comm import CollectiveError, Transport
 from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
+from .first_contact import NO_GRADIENT, FirstSteps, introduce
 from .handshake import ddp_averages, warn_of_averages
 from .options import Made
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
-from .settings import Options
+from .settings import Options, Params
 from .state import loading, saving
 from .state.keeper import Keeper
 from .step_count import as_word
 
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
+
+
+NOTHING_TRAINS = (
+    "no parameter of this {} requires gradients, so that step() changes nothing: pass model.parameters(), not the "
+    "tensors of a state_dict(), or add_param_group() what is to train"
+)
 
 
 class DistributedOptimizer(Keeper):
@@ -44,8 +51,13 @@ class DistributedOptimizer(Keeper):
     _late_error: Exception | None = None
     exp_avg: Tensor
 
+    def __init__(self, params: Params, defaults: dict[str, Any], **settings: Any) -> None:
+        super().__init__(params, defaults, **settings)
+        introduce(self, self._chosen(), settings.get("process_group"))
+
     def set_up(self, block_size: int | None = None) -> None:
         """See ``Keeper``."""
+        self.first_steps = FirstSteps()
         self.ddp_attached = False
         self.averaged_elsewhere: bool | None = None  # until the first step
         super().set_up(block_size)
@@ -106,6 +118,7 @@ class DistributedOptimizer(Keeper):
         if not self.parameters.owners:  # nothing trains yet: nobody meets, and no step is counted
             self.parameters.usable([], self.nothing)
             self._opt_called = True
+            self.first_steps.say(self, [NOTHING_TRAINS.format(type(self).__name__)])
             return loss
         grads = self.parameters.gradients(self.nothing)
         if torch.compiler.is_compiling():
@@ -156,6 +169,10 @@ class DistributedOptimizer(Keeper):
             # The others must not wait for this rank: it takes part, and says that it can't go on.
             grads, error = [self.nothing] * len(self.parameters), caught
         saw_averages = not captured and self._notice_averages(grads)
+        looks = not (captured or self.first_steps.over or error is not None)
+        said: list[str] = []
+        if looks:
+            said = self.first_steps.look(self, grads, self.step_count.added_up, bool(self.averaged_elsewhere))
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         self._missing = () if error is not None else self.parameters.missing(grads)
         with self.parameters.standing_in(self.parameters.params if params is None else params):
@@ -169,6 +186,9 @@ class DistributedOptimizer(Keeper):
             raise error
         if not captured:  # what replays count comes to the host when one asks
             self.outcomes.record(self._known(flags), self._describe)
+        if looks and len(self._missing) == len(self.parameters) and (self._absent is None or self._absent.all()):
+            said.append(NO_GRADIENT)
+        self.first_steps.say(self, said)
         if saw_averages and self.transport.rank == self.shards.transport.rank == 0:
             warn_of_averages()
 
@@ -425,16 +445,22 @@ class DistributedOptimizer(Keeper):
         shown = [name for name in SHOWN_WHERE_ON if getattr(self.options, name)]
         lines = [
             f"phase: {self.phase}, {self.outcomes.updates} updates",
-            *self._described(),
-            f"block_size: {self.layout.block_size}",
-            f"backend: {backend(self.device)}",
-            f"transport: {self.transport!r}",
+            *self._chosen(),
             *(f"{name}: {getattr(self.options, name)!r}" for name in shown),
         ]
         groups = super().__repr__().split("\n", 1)[1]
         return "\n".join([f"{type(self).__name__} (", *lines, groups])
 
-    def _described(self) -> list[str]:
+    def _chosen(self) -> list[str]:
+        """Return lines that say what was chosen, by the user or for want of a choice."""
+        return [
+            *self.described(),
+            f"block_size: {self.layout.block_size}",
+            f"backend: {backend(self.device)}",
+            f"transport: {self.transport!r}",
+        ]
+
+    def described(self) -> list[str]:
         """Return lines of a subclass for ``repr``: what it alone can be told."""
         own = [name for name in self.options.told if name not in Options.told]
         return [f"{name}: {getattr(self.options, name)}" for name in own]

@@ -58,7 +58,8 @@ class ParameterList:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool | str = False) -> None:
         self.owners: list[Tensor] = []  # those that require gradients, as given
-        self.frozen: list[Tensor] = []
+        self.frozen: list[Tensor] = []  # those that did not when the optimizer was made
+        self.frozen_names: list[str] = []
         self.group_of: list[int] = []
         self.index_of: list[int] = []  # of each among all parameters of all groups, as in a ``state_dict``
         self.names: list[str] = []  # for messages: "parameter 3", and its name where the user gave one
@@ -80,6 +81,7 @@ class ParameterList:
                     self.names.append(name)
                 else:
                     self.frozen.append(p)
+                    self.frozen_names.append(name)
         self.mesh = shard_mesh(self.owners, self.names)
         self.params = [local(p) for p in self.owners]  # what this rank holds of each
         self._check_together()
@@ -175,7 +177,7 @@ class ParameterList:
         """Check what ``gradients`` has returned, and bring it into the memory order of ``dense``.
 
         Raises:
-            RuntimeError: if a parameter was moved, cast or (un)frozen since construction.
+            RuntimeError: if a parameter was moved or cast since construction, or requires gradients only since then.
             TypeError, ValueError: if a gradient can't be used.
         """
         self._check_unchanged()
@@ -237,23 +239,19 @@ class ParameterList:
                     )
                 # The same tensor in other memory: the dense alias is the parameter, nothing to do.
                 self._pointers[i] = p.data_ptr()
-            if not owner.requires_grad:
-                raise RuntimeError(
-                    f"{self.names[i]} no longer requires gradients; freeze parameters before the optimizer "
-                    "is made, or keep coordinates still with Numerics(mask=...)"
-                )
-        for p in self.frozen:
+        for p, name in zip(self.frozen, self.frozen_names, strict=True):
             if p.requires_grad:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} requires gradients now but did not when the optimizer "
-                    "was made; construct the optimizer anew"
+                    f"{name} requires gradients now but did not when the optimizer was made, and so has no state; make "
+                    "the optimizer first, then freeze layers: one without a gradient stays as it is, and trains again "
+                    "once it has one"
                 )
         if self.mesh is None:
             with torch.enable_grad():
                 self._of_owners.take(self.owners)
 
     def _alike(self) -> bool:
-        """Return whether all parameters are as they were found usable, and require gradients."""
+        """Return whether all parameters are as they were found usable, and require gradients where they did."""
         with torch.enable_grad():  # else a pattern leaves out whether they do
             return self._of_owners.fits(self.owners)
 
@@ -446,11 +444,17 @@ def _check_parameter(p: Tensor, name: str) -> None:
     if not p.requires_grad:
         return
     if p.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {p.dtype}")
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {p.dtype}; {_way_out(p.dtype)}")
     if p.device.type == "meta":
         raise ValueError(f"{name} must have memory, got a meta tensor; materialise the model first")
     if _overlaps_itself(local(p)):
         raise ValueError(f"{name} must not overlap itself, got strides {p.stride()}; pass p.contiguous()")
+
+
+def _way_out(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "keep its parts in a float32 parameter, and call torch.view_as_complex() on it in forward()"
+    return "call model.float() before the optimizer is made: state and arithmetic are float32"
 
 
 def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
@@ -467,13 +471,20 @@ def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
 
 def materialise(params: Any) -> tuple[list[Any], Exception | None]:
     """Return the ``params`` argument with all iterators run out, groups copied; or what is wrong with it."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        kind = type(params).__name__
-        return [], TypeError(f"params must be an iterable of tensors or of dicts, got {kind}; pass a list")
+    model = isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList)
+    if isinstance(params, Tensor) or model or not isinstance(params, Iterable):
+        kind, way_out = type(params).__name__, "pass its parameters()" if model else "pass a list"
+        return [], TypeError(f"params must be an iterable of tensors or of dicts, got {kind}; {way_out}")
     try:
-        return [materialise_group(entry) if isinstance(entry, dict) else entry for entry in params], None
+        given = [materialise_group(entry) if isinstance(entry, dict) else entry for entry in params]
     except Exception as error:
         return [], error
+    if not given:  # begins as torch's message does
+        return [], ValueError(
+            "optimizer got an empty parameter list; a generator such as model.parameters() can be read only once: "
+            "call it again, or pass a list"
+        )
+    return given, None
 
 
 def materialise_group(group: Any) -> dict[str, Any]:

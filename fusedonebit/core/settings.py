@@ -384,6 +384,16 @@ def _arguments(kind: type[Options] = Options) -> frozenset[str]:
     return own.union(*map(_arguments, kind.__subclasses__()))
 
 
+ELSEWHERE = {
+    "learning_rate": ("lr",),
+    "wd": ("weight_decay",),
+    "epsilon": ("eps",),
+    "beta1": ("betas", "momentum"),
+    "beta2": ("betas",),
+}
+"""What other libraries call hyper-parameters, and ours."""
+
+
 def check_keys(
     group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Options]
 ) -> None:
@@ -404,6 +414,7 @@ def check_keys(
             raise ValueError(f"{key} holds for all groups, {got}; pass it beside them")
         if key in _arguments() | OF_GROUPS.keys():
             raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}")
-        meant = difflib.get_close_matches(str(key), own, 1, LIKE)
+        meant = [name for name in ELSEWHERE.get(key, ()) if name in own]
+        meant += difflib.get_close_matches(str(key), own, 1, LIKE)
         if meant and meant[0] not in key:  # "no_weight_decay" is a label
             raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}; did you mean {meant[0]}?")

@@ -36,6 +36,7 @@ class StepCount:
         self._consumed = False
         self._dropped = False
         self._unsure = False
+        self.added_up = False  # whether this step's gradients were added to those that the last step has used
         self.replays = 0  # those of the steps that graphs have replayed
         # The number of the coming step, which a CUDA graph reads, and the op that ends a step counts on: int32 [].
         self.of_replays = None if device is None else torch.ones((), dtype=torch.int32, device=device)
@@ -56,6 +57,9 @@ class StepCount:
         self._all = _signature(_gradients(owners) if looks else given)
         fresh = first is not None and not self._is_known(first)
         repeats = self._consumed and not (self._unsure or first is None or fresh) and known == self._all
+        # One write since then, and by a backward pass: whoever clears gradients in place has written twice.
+        known_grad, version = (self._known if self._consumed and not looks else None) or (lambda: None, 0)
+        self.added_up = first is not None and known_grad() is first and first._version == version + 1
         self._before = self.total
         # Who clears what is bad and takes part with nothing has skipped none.
         self.total += (not repeats) + (self._dropped and fresh)

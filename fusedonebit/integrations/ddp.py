@@ -29,7 +29,7 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
 
     Raises:
         TypeError, ValueError: on every rank, if the two don't belong together.
-        RuntimeError: if DDP has a communication hook already.
+        RuntimeError: if the optimizer is attached already, or DDP has another communication hook.
     """
     error: Exception | None = None
     try:
@@ -55,6 +55,8 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
         raise TypeError(
             f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
         )
+    if optimizer.ddp_attached:
+        raise RuntimeError(f"this {type(optimizer).__name__} is attached already; call attach() once, before training")
     ours = dict(zip(map(id, optimizer.parameters.owners), optimizer.parameters.names, strict=True))
     theirs = {id(p): f"{name} of model" for name, p in model.module.named_parameters() if p.requires_grad}
     for key in ours.keys() ^ theirs.keys():

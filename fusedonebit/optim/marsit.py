@@ -168,7 +168,7 @@ class MarsitOptimizer(MarsitState):
         still = self._absent[self._block_tensor]
         return torch.where(still.view(-1, *[1] * (by_block.dim() - 1)), 0.0, by_block)
 
-    def _described(self) -> list[str]:
+    def described(self) -> list[str]:
         options = self.options
         often = f"every {options.full_precision_every} rounds" if options.full_precision_every else "never"
         return [f"topology: {options.topology}, full precision {often}", f"local_steps: {options.local_steps}"]

@@ -465,6 +465,6 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         following = self.options.ratios and self._phase == "compression" and bool(self._started)
         return self._fresh if following else self.exp_avg_sq
 
-    def _described(self) -> list[str]:
+    def described(self) -> list[str]:
         frozen = [f"layerwise: {self.options.layerwise}, as in {self.options.variant}"]
-        return [*super()._described(), *([] if self.options.lives else frozen)]
+        return [*super().described(), *([] if self.options.lives else frozen)]

@@ -568,7 +568,7 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
             part *= denominator(v.float(), k, self.options.eps_inside_sqrt)
         return part
 
-    def _described(self) -> list[str]:
+    def described(self) -> list[str]:
         options = self.options
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary

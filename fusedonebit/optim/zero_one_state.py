@@ -432,7 +432,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             "residual_over_momentum": over_momentum,
         }
 
-    def _described(self) -> list[str]:
+    def described(self) -> list[str]:
         options = self.options
         return [
             f"variance: {'of each worker' if options.owns else stated(options.variance_policy)}",

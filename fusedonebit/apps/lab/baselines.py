@@ -70,7 +70,7 @@ class _Baseline(MarsitOptimizer):
         wire: dict[str, Any] = {"topology": options.topology, "coding": options.coding}
         return kind(part.layout, transport, **wire, seed=options.seed, **where)
 
-    def _described(self) -> list[str]:
+    def described(self) -> list[str]:
         return [f"aggregation: {self.options.aggregation}", f"local_steps: {self.options.local_steps}"]
 
 

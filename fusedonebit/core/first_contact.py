@@ -1,0 +1,122 @@
+"""Says what an optimizer has chosen, and looks at its first steps for mistakes that raise no error, and never would.
+
+Rank 0 alone speaks, once. After the second step nothing is looked at any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import warn
+from .settings import Ranks
+
+if TYPE_CHECKING:
+    from .state.keeper import Keeper
+
+LOGGER = logging.getLogger("fusedonebit")
+
+LOOKED_AT = 2
+"""Steps."""
+
+SAME = 3e-5
+"""Relative difference below which two norms are one: ``clip_grad_norm_`` adds 1e-6 to the norm by which it divides."""
+
+NO_GRADIENT = (
+    "step() found no gradient of any parameter and changed nothing: call loss.backward() before step(), and "
+    "zero_grad() after it, not between them; if you do, the optimizer's parameters are another model's than the one "
+    "you train"
+)
+ADDED_UP = (
+    "the second backward pass has added its gradients to those of the first step: call optimizer.zero_grad() after "
+    "each step(). Who overwrites gradients in place can ignore this"
+)
+CLIPPED = (
+    "the gradients of both first steps have the norm {norm:.3g}, so somebody has clipped them, as "
+    "torch.nn.utils.clip_grad_norm_() does. In the compression stage each rank would clip its own gradients by its own "
+    "norm, which changes their mean: leave that out, and pass max_grad_norm={norm:.3g} to {name}"
+)
+
+
+def speaks(optimizer: Keeper) -> bool:
+    """Tell whether this is the rank that speaks for all."""
+    return optimizer.transport.rank == optimizer.shards.transport.rank == 0
+
+
+def introduce(optimizer: Keeper, chosen: Sequence[str], process_group: Ranks) -> None:
+    """Log what a new optimizer has ``chosen``, and warn of what is legal, but hardly meant."""
+    alone = optimizer.transport.world_size == 1
+    if isinstance(process_group, dist.ProcessGroup) and alone and dist.get_rank() == 0 and dist.get_world_size() > 1:
+        warn(
+            f"process_group has this rank alone, of {dist.get_world_size()}: nothing is averaged, and each such rank "
+            "trains a model of its own. Leave process_group out to average over all ranks"
+        )
+    if not speaks(optimizer):
+        return
+    for group in optimizer.param_groups:
+        beta1, beta2 = map(float, group.get("betas", (0.0, 0.0)))
+        if beta1 > beta2:
+            warn(
+                f"betas[0], the momentum's, is larger than the variance's: got ({beta1:g}, {beta2:g}); did you mean "
+                f"({beta2:g}, {beta1:g})?"
+            )
+            break
+    # Constructors of torch say nothing, and so does this one, unless the program listens: logging.basicConfig(
+    # level=logging.INFO). ``print(optimizer)`` says the same, and more.
+    if LOGGER.isEnabledFor(logging.INFO):
+        count = optimizer.layout.real_numel
+        LOGGER.info("%s of %s parameters: %s", type(optimizer).__name__, f"{count:,}", "; ".join(chosen))
+
+
+class FirstSteps:
+    """What the first steps are like; ``told`` has been said already."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []  # norm and sum of the gradients of each step
+        self.looked_at = 0
+        self._told: set[str] = set()
+
+    @property
+    def over(self) -> bool:
+        """Tell whether there is nothing left to look at."""
+        return self.looked_at >= LOOKED_AT
+
+    def look(self, optimizer: Keeper, grads: Sequence[Tensor], added_up: bool, averaged: bool) -> list[str]:
+        """Return what to say of a step that is about to be taken on this rank's ``grads``; waits for the device.
+
+        ``added_up``: see ``StepCount``; ``averaged``: whether DDP has averaged them unasked, of which all is said.
+        """
+        self.looked_at += 1
+        # Where graphs replay backward passes, gradients have their memory for good, and are overwritten.
+        found = [ADDED_UP] if added_up and not optimizer.options.capturable else []
+        present = [g for g in grads if g.numel()]
+        # One rank alone may be clipped by anybody; of a shard nobody knows the norm.
+        if optimizer.transport.world_size > 1 and optimizer.shards.count == 1 and present:
+            norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in present]).norm()
+            total = torch.stack([g.sum(dtype=torch.float32) for g in present]).sum()
+            self._seen.append((float(norm), float(total)))
+            if clipped(self._seen) and not averaged:
+                found.append(CLIPPED.format(norm=self._seen[-1][0], name=type(optimizer).__name__))
+        return found
+
+    def say(self, optimizer: Keeper, found: Sequence[str]) -> None:
+        """Warn of what was found, each thing once."""
+        for text in found:
+            if text not in self._told and speaks(optimizer):
+                warn(text)
+            self._told.add(text)
+
+
+def clipped(seen: Sequence[tuple[float, float]]) -> bool:
+    """Tell whether different gradients, of these norms and sums, have one round norm, as clipping makes it."""
+    if len(seen) < LOOKED_AT:
+        return False
+    (first, one), (second, other) = seen
+    is_round = math.isclose(second, float(f"{second:.3g}"), rel_tol=SAME)
+    return 0 < first < math.inf and math.isclose(first, second, rel_tol=SAME) and one != other and is_round

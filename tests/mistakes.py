@@ -1,0 +1,471 @@
+"""What newcomers do wrong, by name, and what they must be told before the third step.
+
+``ALONE`` are made in one process, ``TOGETHER`` on two ranks, of which each makes its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedonebit import Numerics, OneBitAdam, ddp
+
+STEPS = 2
+
+ALONE: dict[str, tuple[Callable[[], Any], str]] = {}
+"""By name: what is done, and a pattern of what is told."""
+
+TOGETHER: dict[str, tuple[Callable[[int], Any], str, str]] = {}
+"""By name: what a rank does, and a pattern of what rank 0 is told, and rank 1; "" where nothing."""
+
+
+def alone(says: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a mistake of one process."""
+
+    def register(make: Callable[[], Any]) -> Callable[[], Any]:
+        ALONE[make.__name__] = make, says
+        return make
+
+    return register
+
+
+def together(first: str, second: str | None = None) -> Callable[[Callable[[int], Any]], Callable[[int], Any]]:
+    """Register a mistake of two ranks; ``second`` None: both are told the same."""
+
+    def register(make: Callable[[int], Any]) -> Callable[[int], Any]:
+        TOGETHER[make.__name__] = make, first, first if second is None else second
+        return make
+
+    return register
+
+
+def told_by(make: Callable[..., Any], *args: Any) -> list[str]:
+    """Return what a mistake is told: its warnings and its error."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            make(*args)
+        except Exception as error:
+            return [*_texts(seen), f"{type(error).__name__}: {error}"]
+    return _texts(seen)
+
+
+def _texts(seen: list[warnings.WarningMessage]) -> list[str]:
+    # gloo's and DDP's own are no answer to a mistake.
+    return [f"{w.category.__name__}: {w.message}" for w in seen if w.category.__name__ in CATEGORIES]
+
+
+CATEGORIES = ("FusedOneBitWarning", "UserWarning")
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    seed: int = 0,
+    steps: int = STEPS,
+    between: Callable[[], Any] = lambda: None,
+) -> None:
+    """Take steps, with ``between`` after each backward pass."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        dtype = next(model.parameters()).dtype
+        model(torch.randn(16, 6, generator=generator).to(dtype)).square().mean().backward()
+        between()
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@alone(r"lr must be a finite number >= 0, got '1e-3'")
+def a_learning_rate_that_yaml_reads_as_text() -> None:
+    OneBitAdam(net().parameters(), lr="1e-3")
+
+
+@alone(r"lr must be a finite number >= 0, got \[0.001, 0.0001\]")
+def a_learning_rate_for_each_group_in_a_list() -> None:
+    OneBitAdam(net().parameters(), lr=[1e-3, 1e-4])
+
+
+@alone(r"lr must be a finite number >= 0, got -0.001")
+def a_negative_learning_rate() -> None:
+    OneBitAdam(net().parameters(), lr=-1e-3)
+
+
+@alone(r"lr must be a finite number >= 0, got 'high' in group 0")
+def a_learning_rate_set_to_text_between_steps() -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    train(model, optimizer, steps=1)
+    optimizer.param_groups[0]["lr"] = "high"
+    train(model, optimizer, steps=1)
+
+
+@alone(r"betas\[0\], the momentum's, is larger than the variance's: got \(0.999, 0.9\).*\(0.9, 0.999\)")
+def betas_swapped() -> None:
+    OneBitAdam(net().parameters(), betas=(0.999, 0.9))
+
+
+@alone(r"betas must be two numbers in \[0, 1\), got 0.9")
+def one_beta() -> None:
+    OneBitAdam(net().parameters(), betas=0.9)
+
+
+@alone(r"weight_decay must be a finite number >= 0, got -0.01")
+def a_negative_weight_decay() -> None:
+    OneBitAdam(net().parameters(), weight_decay=-0.01)
+
+
+@alone(r"warmup must be None where freeze_step says how long it is, got 50; pass one of them")
+def freeze_step_and_warmup() -> None:
+    OneBitAdam(net().parameters(), freeze_step=100, warmup=50)
+
+
+@alone(r"total_steps must be an int >= 1 where warmup is a share of them")
+def a_share_of_nothing() -> None:
+    OneBitAdam(net().parameters(), warmup=0.05)
+
+
+@alone(r"warmup must be .* a share of total_steps between 0 and 1, or None, got 5.0")
+def a_warmup_in_percent() -> None:
+    OneBitAdam(net().parameters(), warmup=5.0, total_steps=1000)
+
+
+@alone(r"total_steps must be .* where warmup is a share of them, and None elsewhere, got 100 with warmup=250")
+def a_warmup_in_steps_beside_the_length_of_the_run() -> None:
+    OneBitAdam(net().parameters(), warmup=250, total_steps=100)
+
+
+@alone(r"numerics must be a fusedonebit.Numerics, got dict")
+def options_in_a_dict() -> None:
+    OneBitAdam(net().parameters(), numerics={"precondition": False})
+
+
+@alone(r"unexpected keyword argument 'comm_backend_name'")
+def an_argument_of_deepspeeds() -> None:
+    OneBitAdam(net().parameters(), freeze_step=100, comm_backend_name="nccl")
+
+
+@alone(r"freeze_step=0 needs a variance to freeze")
+def compression_from_the_first_step() -> None:
+    model = net()
+    train(model, OneBitAdam(model.parameters(), freeze_step=0))
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@alone(r"params must be an iterable of tensors or of dicts, got Linear; pass its parameters\(\)")
+def a_model_instead_of_its_parameters() -> None:
+    OneBitAdam(nn.Linear(3, 2))
+
+
+@alone(r"params must be an iterable of tensors or of dicts, got Sequential; pass its parameters\(\)")
+def a_model_that_is_iterable() -> None:
+    OneBitAdam(net())
+
+
+@alone(r"empty parameter list.*a generator such as model.parameters\(\) can be read only once")
+def a_generator_read_before() -> None:
+    params = net().parameters()
+    sum(p.numel() for p in params)
+    OneBitAdam(params)
+
+
+@alone(r"must have a list of tensors under \"params\", got the keys \['lr'\]")
+def a_group_without_parameters() -> None:
+    OneBitAdam([{"params": net().parameters()}, {"lr": 1e-4}])
+
+
+@alone(r"learning_rate is no hyper-parameter of OneBitAdam, .*; did you mean lr\?")
+def a_group_with_the_names_of_another_library() -> None:
+    OneBitAdam([{"params": net().parameters(), "learning_rate": 1e-4}])
+
+
+@alone(r"some parameters appear in more than one parameter group")
+def a_parameter_in_two_groups() -> None:
+    model = net()
+    OneBitAdam([{"params": model.parameters()}, {"params": model[0].parameters()}])
+
+
+@alone(r"parameter 0 \(0.weight\) must be float32, bfloat16 or float16, got torch.float64; .*float\(\)")
+def a_model_in_float64() -> None:
+    OneBitAdam(net().double().named_parameters())
+
+
+@alone(r"parameter 0 must be float32, bfloat16 or float16, got torch.complex64; .*torch.view_as_complex")
+def a_complex_parameter() -> None:
+    OneBitAdam([Parameter(torch.randn(3, dtype=torch.cfloat))])
+
+
+@alone(r"parameter 0 must have memory, got a meta tensor; materialise the model first")
+def a_model_on_the_meta_device() -> None:
+    OneBitAdam(net().to("meta").parameters())
+
+
+@alone(r"no parameter of this OneBitAdam requires gradients")
+def values_of_a_state_dict_instead_of_parameters() -> None:
+    model = net()
+    train(model, OneBitAdam(list(model.state_dict().values())))
+
+
+@alone(r"a mask must be a bool tensor|mask must map parameters to bool tensors, got str: Tensor")
+def a_mask_by_name() -> None:
+    OneBitAdam(net().parameters(), numerics=Numerics(mask={"0.weight": torch.ones(8, 6, dtype=torch.bool)}))
+
+
+# ---------------------------------------------------------------- between construction and step
+
+
+@alone(r"parameter 0 \(0.weight\) was torch.float32 .* but now is torch.bfloat16 .*; move or cast the model first")
+def a_model_cast_after_the_optimizer_was_made() -> None:
+    model = net()
+    optimizer = OneBitAdam(model.named_parameters())
+    train(model.bfloat16(), optimizer)
+
+
+@alone(r"parameter 2 \(2.weight\) was torch.float32 \(8, 8\).*|parameter 2 \(2.weight\) was .* but now is")
+def a_head_of_another_size_put_into_a_parameter() -> None:
+    model = net()
+    optimizer = OneBitAdam(model.named_parameters())
+    model[2].weight.data = torch.randn(3, 9)
+    model[2].weight.grad = torch.randn(3, 9)
+    optimizer.step()
+
+
+@alone(r"step\(\) found no gradient of any parameter.*loss.backward\(\)")
+def no_backward_pass() -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).sum()
+        optimizer.step()
+
+
+@alone(r"step\(\) found no gradient of any parameter.*another model's")
+def an_optimizer_of_a_copy_of_the_model() -> None:
+    model, copy = net(), net()
+    train(model, OneBitAdam(copy.parameters()))
+
+
+@alone(r"step\(\) found no gradient of any parameter.*zero_grad\(\)")
+def zero_grad_between_backward_and_step() -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    train(model, optimizer, between=optimizer.zero_grad)
+
+
+@alone(r"the gradient of parameter 0 \(weight\) must be dense, .*; use sparse=False in the embedding")
+def sparse_gradients() -> None:
+    model = nn.Embedding(7, 3, sparse=True)
+    optimizer = OneBitAdam(model.named_parameters())
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+
+
+@alone(r"parameter 0 \(0.weight\) requires gradients now but did not .*make the optimizer first, then freeze layers")
+def a_layer_unfrozen_during_training() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = OneBitAdam(model.named_parameters())
+    train(model, optimizer, steps=1)
+    model[0].requires_grad_(True)
+    train(model, optimizer, steps=1)
+
+
+@alone(r"add_param_group must be called before the freeze")
+def a_group_added_after_the_warmup() -> None:
+    model = net()
+    optimizer = OneBitAdam(model[0].parameters(), freeze_step=1)
+    train(model, optimizer)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+@alone(r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`")
+def a_scheduler_before_the_optimizer() -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(model, optimizer, between=schedule.step)
+
+
+@alone(r"a gradient on some rank was not finite after 0 updates")
+def a_loss_that_is_nan() -> None:
+    model = net()
+    train(model, OneBitAdam(model.parameters()), steps=1, between=lambda: model[0].weight.grad.fill_(float("nan")))
+
+
+@alone(r"checkpoint")
+def a_checkpoint_of_another_model() -> None:
+    model, other = net(), nn.Linear(6, 3)
+    optimizer = OneBitAdam(other.parameters())
+    train(other, optimizer)
+    OneBitAdam(model.parameters()).load_state_dict(optimizer.state_dict())
+
+
+@alone(r"model must be wrapped in DistributedDataParallel, got Sequential")
+def attached_to_a_model_without_ddp() -> None:
+    model = net()
+    ddp.attach(model, OneBitAdam(model.parameters()))
+
+
+@alone(r"the second backward pass has added its gradients to those of the first step: call optimizer.zero_grad\(\)")
+def no_zero_grad() -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    for _ in range(STEPS):
+        model(torch.randn(16, 6)).square().mean().backward()
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- on two ranks
+
+
+def steps_of(rank: int, model: nn.Module, optimizer: OneBitAdam, **how: Any) -> None:
+    train(model, optimizer, seed=rank, **how)
+
+
+@together(r"DistributedDataParallel averages the gradients already.*fusedonebit.ddp.attach\(model, optimizer\)", "")
+def ddp_without_attach(rank: int) -> None:
+    model = DistributedDataParallel(net())
+    steps_of(rank, model, OneBitAdam(model.parameters()))
+
+
+@together(r"clipped.*max_grad_norm=", "")
+def clipping_by_torch(rank: int) -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    steps_of(rank, model, optimizer, between=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+
+@together(r"clipped.*max_grad_norm=", "")
+def clipping_by_torch_and_by_the_optimizer(rank: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = OneBitAdam(model.parameters(), max_grad_norm=0.05)
+    ddp.attach(model, optimizer)
+    steps_of(rank, model, optimizer, between=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+
+@together(r"the checksum of parameter 0's values .* seed all ranks alike")
+def another_seed_on_each_rank(rank: int) -> None:
+    model = net(seed=rank)
+    OneBitAdam(model.parameters())
+
+
+@together(r"lr of group 0")
+def another_learning_rate_on_each_rank(rank: int) -> None:
+    OneBitAdam(net().parameters(), lr=1e-3 * (1 + rank))
+
+
+@together(r"ranks are out of step .* with equal hyper-parameters")
+def a_scheduler_on_one_rank_alone(rank: int) -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    steps_of(rank, model, optimizer, steps=1)
+    if rank == 0:
+        optimizer.param_groups[0]["lr"] = 1e-5
+    steps_of(rank, model, optimizer, steps=1)
+
+
+@together(r"the number of trainable parameters")
+def another_model_on_each_rank(rank: int) -> None:
+    OneBitAdam([*net().parameters(), *([Parameter(torch.ones(2))] * rank)])
+
+
+@together(r"another rank could not take the step|ranks are out of step|Another rank has died", "")
+def fewer_batches_on_one_rank(rank: int) -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    steps_of(rank, model, optimizer, steps=2 - rank)
+
+
+@together(r"a gradient on some rank was not finite after 0 updates; every rank skipped the step")
+def a_loss_that_is_nan_on_one_rank(rank: int) -> None:
+    model = net()
+    spoil = (lambda: model[0].weight.grad.fill_(float("nan"))) if rank else (lambda: None)
+    steps_of(rank, model, OneBitAdam(model.parameters()), steps=1, between=spoil)
+
+
+@together(r"another rank could not take the step", r"parameter 0 was torch.float32 .* but now is torch.bfloat16")
+def a_model_cast_on_one_rank(rank: int) -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    steps_of(rank, model.bfloat16() if rank else model, optimizer)
+
+
+@together(r"GradScaler found infinite gradients on some ranks only.*Use fusedonebit.amp.GradScaler")
+def the_grad_scaler_of_torch(rank: int) -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 6)).square().mean()).backward()
+        if rank:
+            model[0].weight.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@together(r"process_group has this rank alone, of 2", "")
+def a_group_of_each_rank_alone(rank: int) -> None:
+    groups = [dist.new_group([r]) for r in range(2)]
+    model = net()
+    steps_of(rank, model, OneBitAdam(model.parameters(), process_group=groups[rank]))
+
+
+@together(r"process_group has this rank alone, of 2", r"process_group must contain this process")
+def a_group_without_this_rank(rank: int) -> None:
+    group = dist.new_group([0])
+    OneBitAdam(net().parameters(), process_group=group)
+
+
+@together(r"each rank must load the file that it saved itself")
+def the_checkpoint_of_rank_0_for_all(rank: int) -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters(), freeze_step=1)
+    steps_of(rank, model, optimizer)
+    box = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    OneBitAdam(model.parameters(), freeze_step=1).load_state_dict(box[0])
+
+
+@together(r"model must be wrapped in DistributedDataParallel, got OptimizedModule; attach first, compile then")
+def ddp_compiled_before_attach(rank: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = OneBitAdam(model.parameters())
+    ddp.attach(torch.compile(model), optimizer)
+
+
+@together(r"optimizer must be one of fusedonebit's, got DistributedDataParallel")
+def attach_the_wrong_way_round(rank: int) -> None:
+    model = DistributedDataParallel(net())
+    ddp.attach(OneBitAdam(model.parameters()), model)
+
+
+@together(r"optimizer and model must have the same parameters, but only one has .* of model")
+def attached_with_a_part_of_the_parameters(rank: int) -> None:
+    model = DistributedDataParallel(net())
+    ddp.attach(model, OneBitAdam(model.module[0].parameters()))
+
+
+@together(r"attached already")
+def attached_twice(rank: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = OneBitAdam(model.parameters())
+    ddp.attach(model, optimizer)
+    ddp.attach(model, optimizer)
