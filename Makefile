@@ -67,6 +67,7 @@ test-compiler: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "kernels or needs_compiler or needs_browser"
 
 $(VENV)/.mpi: $(READY)
+	@echo "installing mpi4py"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi]"
 	@touch $@
 
@@ -84,6 +85,7 @@ OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(firstword $(foreach name,python3.10 $(PYTHON),$(shell $(name) -c "import sys; print(sys.executable)" 2>/dev/null)))
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	@test -x $(OLDEST)/bin/python || { echo "making $(OLDEST)"; $(OLDEST_PYTHON) -m venv $(OLDEST); }
+	@echo "installing the oldest torch and triton into $(OLDEST): minutes, the first time"
 	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt "setuptools>=61" wheel torch triton
 	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt --no-build-isolation --editable ".[lab]" \
 		hypothesis numpy pytest pytest-timeout pytest-xdist
@@ -96,6 +98,7 @@ test-oldest: $(OLDEST)/.ready
 
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)
+	@echo "installing transformers, accelerate and lightning: a minute, the first time"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[ecosystem]"
 	@touch $@
 
@@ -103,6 +106,7 @@ test-ecosystem: $(VENV)/.ecosystem
 	$(BIN)/python -m pytest tests/ecosystem
 
 $(VENV)/.docs: $(READY)
+	@echo "installing Sphinx and its theme"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
 	@touch $@
 
@@ -131,6 +135,7 @@ bench: $(READY)
 # Its ops are not built. --no-deps: its own requirements would bring another torch; its import asks for these.
 PEERS := benchmarks/peers
 peers: $(READY)
+	@echo "installing DeepSpeed into $(PEERS)"
 	rm -rf $(PEERS)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --target $(PEERS) --no-deps --no-build-isolation deepspeed==0.19.6
 	$(BIN)/python -m pip install --quiet --target $(PEERS) einops hjson msgpack psutil py-cpuinfo pydantic tqdm

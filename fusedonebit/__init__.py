@@ -10,24 +10,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .comm import CollectiveError, DisagreementError
-from .core.settings import Faults, Freeze, Layerwise, Numerics, Wire
-from .errors import AbortedStepError, CheckpointError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
-from .integrations import amp, ddp, recording
-from .integrations.buffers import broadcast_buffers
-from .integrations.recording import Recorder
-from .optim import policies
-from .optim.adam import OneBitAdam
-from .optim.adamw import AdamW
-from .optim.lamb import Lamb
-from .optim.lion import OneBitLion
-from .optim.marsit import MarsitAdam, MarsitSGD, Rounds
-from .optim.onebit_lamb import OneBitLamb
-from .optim.two_stage import OneBitOptimizer
-from .optim.zero_one import ZeroOneAdam
-
 if TYPE_CHECKING:
+    from . import comm as comm
+    from . import triton_kernels as triton_kernels
     from .checkpoint import dcp
+    from .comm import CollectiveError, DisagreementError
+    from .core.settings import Faults, Freeze, Layerwise, Numerics, Wire
+    from .errors import AbortedStepError, CheckpointError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
+    from .integrations import amp, ddp, recording
+    from .integrations.buffers import broadcast_buffers
+    from .integrations.recording import Recorder
+    from .optim import policies
+    from .optim.adam import OneBitAdam
+    from .optim.adamw import AdamW
+    from .optim.lamb import Lamb
+    from .optim.lion import OneBitLion
+    from .optim.marsit import MarsitAdam, MarsitSGD, Rounds
+    from .optim.onebit_lamb import OneBitLamb
+    from .optim.two_stage import OneBitOptimizer
+    from .optim.zero_one import ZeroOneAdam
 
 __version__ = "0.1.0"
 
@@ -65,21 +66,39 @@ __all__ = [
 ]
 
 
-_LATER = {
-    "dcp": ".checkpoint.dcp",  # takes a second
-    # Want packages that are no requirements.
-    "accelerate": ".integrations.accelerate",
-    "lightning": ".integrations.lightning",
-    "transformers": ".integrations.transformers",
+_HOMES = {
+    ".checkpoint": ["dcp"],
+    ".comm": ["CollectiveError", "DisagreementError"],
+    ".core.settings": ["Faults", "Freeze", "Layerwise", "Numerics", "Wire"],
+    ".errors": [
+        *("AbortedStepError", "CheckpointError", "FusedOneBitWarning", "NonFiniteGradientError", "OutOfStepError")
+    ],
+    ".integrations": ["amp", "ddp", "recording", "accelerate", "lightning", "transformers"],
+    ".integrations.buffers": ["broadcast_buffers"],
+    ".integrations.recording": ["Recorder"],
+    ".optim": ["policies"],
+    ".optim.adam": ["OneBitAdam"],
+    ".optim.adamw": ["AdamW"],
+    ".optim.lamb": ["Lamb"],
+    ".optim.lion": ["OneBitLion"],
+    ".optim.marsit": ["MarsitAdam", "MarsitSGD", "Rounds"],
+    ".optim.onebit_lamb": ["OneBitLamb"],
+    ".optim.two_stage": ["OneBitOptimizer"],
+    ".optim.zero_one": ["ZeroOneAdam"],
+    "": ["checkpoint", "comm", "core", "errors", "integrations", "optim", "triton_kernels"],
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is imported only when it is asked for."""
-    if name in _LATER:
-        return import_module(_LATER[name], __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import what is asked for: torch takes a second, and the command line has something to say before."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(_HOME_OF[name] or ".", __name__)
+    found = vars(home).get(name) or import_module(f"{_HOME_OF[name]}.{name}", __name__)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_HOME_OF})

@@ -80,10 +80,10 @@ def test_a_run_that_has_not_frozen_by_itself_says_so(without, text, tmp_path, ca
 
 def test_text_that_is_no_file_is_refused_at_once(text, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
-    for name in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
+    for name in (str(tmp_path / "pipe"), "/dev/zero"):
         told = refused(capsys, "train", "--text", text, name, "--out", str(tmp_path / "out"))
         assert told == (
-            f"fusedonebit: --text {name} can't be read: it must be a file, not a folder, a pipe or a device"
+            f"fusedonebit: --text {name} can't be read: it must be a file or a folder, not a pipe or a device"
         )
 
 
@@ -91,6 +91,77 @@ def test_no_more_of_a_text_is_read_than_fits(text, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(corpus, "LARGEST", 1000)
     told = refused(capsys, "train", "--text", text, "--out", str(tmp_path / "out"))
     assert told == f"fusedonebit: --text {text} has more than 1,000 bytes; give a part of it"
+
+
+def test_a_folder_stands_for_the_files_of_text_in_it(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "empty").touch()
+    (folder / "b" / "2.txt").write_text("two")
+    (folder / "1.md").write_text("one")
+    (folder / ".git" / "HEAD").write_text("hidden")
+    (folder / "picture").write_bytes(b"\x89PNG\0")
+    (tmp_path / "3.txt").write_text("three")
+    assert bytes(corpus.load_text([str(folder), str(tmp_path / "3.txt")])) == b"one\n\ntwo\n\nthree"
+    told = refused(capsys, "train", "--text", str(folder / ".git" / ".."), str(tmp_path / "none"))
+    assert told.startswith(f"fusedonebit: --text {tmp_path / 'none'} can't be read: ")
+    monkeypatch.setattr(corpus, "LARGEST", 5)
+    assert "more than 5 bytes" in refused(capsys, "train", "--text", str(folder))
+    assert "more than 5 bytes in all" in refused(
+        capsys, "train", "--text", str(tmp_path / "3.txt"), str(folder / "1.md")
+    )
+    (tmp_path / "nothing").mkdir()
+    assert "has no file of text in it" in refused(capsys, "train", "--text", str(tmp_path / "nothing"))
+
+
+def test_ddp_and_devices_that_cannot_be_had_are_refused(text, tmp_path, capsys, monkeypatch):
+    where = ["--text", text, "--out", str(tmp_path / "out")]
+    assert "--ddp needs several processes" in refused(capsys, "train", "--ddp", *where)
+    two = ["--nproc", "2", "--compare", "adamw,onebit-adam"]
+    assert "--ddp is for optimizers that fusedonebit.ddp.attach() takes" in refused(
+        capsys, "train", "--ddp", *two, *where
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device must be cpu or auto" in refused(capsys, "train", "--device", "cuda", *where)
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def test_without_a_command_it_shows_what_there_is_and_a_first_thing_to_try(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^ +{name} ", out, re.MULTILINE) for name in COMMANDS)
+    tried = [line.split() for line in out.splitlines() if line.startswith("  fusedonebit ")]
+    assert [words[1] for words in tried] == ["train", "report"]
+    for words in tried:  # what it says can be done
+        with pytest.raises(SystemExit) as exit:
+            main([*words[1:], "--help"])
+        assert exit.value.code == 0
+
+
+STARTS = """
+import sys
+from fusedonebit.apps.cli import main
+class Torch:
+    def find_spec(self, name, *more):
+        if name == "torch":
+            print("torch", file=sys.stderr)
+            sys.meta_path.remove(self)
+sys.meta_path.insert(0, Torch())
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("asked", [["train", "--freeze-step", "9", "--steps", "9"], ["lab", "--workers", "3"]])
+def test_something_is_said_before_torch_is_imported(asked):
+    """Its import takes a second or two, and each rank's another."""
+    program = [sys.executable, "-c", STARTS, *asked]
+    told = subprocess.run(program, capture_output=True, text=True, timeout=100).stderr.splitlines()
+    assert told[0].startswith("starting ")
+    assert told[1] == "torch"
+    assert told[-1].startswith("fusedonebit: --")
 
 
 # ---------------------------------------------------------------- what commands need
@@ -105,7 +176,8 @@ def test_no_table_needs_matplotlib(without, text, tmp_path, capsys):
     assert main(["train", *SMALL, "--steps", "4", "--text", text, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "held-out loss" in out
-    assert out.endswith(f"wrote {tmp_path / 'metrics.jsonl'}\npictures need matplotlib: pip install matplotlib\n")
+    told = [f"wrote {tmp_path / 'metrics.jsonl'}", "pictures need matplotlib: pip install matplotlib"]
+    assert out.splitlines()[-3:] == [*told, f"look at it: fusedonebit report {tmp_path}"]
 
 
 def test_the_labs_list_needs_nothing_but_torch(without, capsys):
@@ -150,10 +222,12 @@ for name in others:
     assert status == 0 and text.startswith(f"usage: fusedonebit {name} "), text
 expected = {(absent,): f"fusedonebit {absent} is not installed: fusedonebit/apps/{absent} is missing\\n"}
 if absent == "lab":
-    needs = "fusedonebit: --optimizer ssdm needs fusedonebit lab, which is not installed\\n"
+    needs = "starting ssdm on 1 process\\n"
+    needs += "fusedonebit: --optimizer ssdm needs fusedonebit lab, which is not installed\\n"
     expected["train", "--optimizer", "ssdm"] = needs
 if absent == "plan":
-    needs = "fusedonebit: --topology auto needs fusedonebit plan, which is not installed\\n"
+    needs = "starting marsit on 1 process\\n"
+    needs += "fusedonebit: --topology auto needs fusedonebit plan, which is not installed\\n"
     expected["train", "--optimizer", "marsit", "--topology", "auto"] = needs
 for arguments, text in expected.items():
     assert told(*arguments) == (2, text), told(*arguments)

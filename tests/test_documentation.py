@@ -14,7 +14,6 @@ Markers are comments, which no reader of a page sees:
     <!-- test: ranks 4 -->     how many ranks run the page; 2 otherwise
     <!-- test: lines of examples/plain.py -->              before an excerpt
     <!-- test: DeepSpeed's own -->                         before code that nobody can run here; it must compile
-    <!-- test: make test-ecosystem runs OneBitTrainer -->  before a block whose libraries only that target installs
 """
 
 from __future__ import annotations
@@ -115,10 +114,6 @@ def check(block: Block) -> None:
         assert all(file.startswith(("examples", "tests")) for file in files), f"{block.place}: no test runs {files}"
         there = {line for file in files for line in lines_of((ROOT / file).read_text())}
         assert [line for line in lines_of(block.text) if line not in there] == [], f"{block.place}: are in no {files}"
-    elif found := re.fullmatch(r"make test-ecosystem runs (\w+)", block.marker):
-        compile(block.text, block.place, "exec")
-        assert re.search(rf"class {found[1]}[(:]", block.text), block.place
-        assert f'"{found[1]}")' in (ROOT / "tests/ecosystem/test_ecosystem.py").read_text()
     elif block.marker:
         assert block.marker == "DeepSpeed's own", f"{block.place}: there is no marker {block.marker!r}"
         compile(block.text, block.place, "exec")

@@ -23,6 +23,8 @@ from fusedonebit.apps.migrate import schedule
 from fusedonebit.apps.migrate.config import Config, Fate
 from fusedonebit.apps.migrate.settings import LAMB, translate
 
+pytestmark = pytest.mark.filterwarnings("ignore:step.. found no gradient")  # of schedules alone
+
 FOLDER = Path(__file__).parent / "data" / "deepspeed_configs"
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 SCHEDULES = json.loads((FOLDER.parent / "deepspeed_schedules.json").read_text())

@@ -57,6 +57,21 @@ def test_compare_trains_both_and_writes_table_metrics_and_picture(tmp_path: Path
     adamw = [r["loss"] for r in records if r["optimizer"] == "adamw"]
     assert [r["loss"] for r in onebit][:5] == pytest.approx(adamw[:5], rel=1e-5)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "tokens/s" not in result.stdout  # one was trained after the other
+    assert result.stdout.endswith(f"look at it: fusedonebit report {out}\n")
+
+
+def test_a_model_in_ddp_trains_as_one_without(tmp_path: Path, text: Path):
+    common = ("--nproc", "2", "--steps", "8", "--freeze-step", "3", "--text", str(text), "--device", "cpu")
+    results = [train(*common, *more, "--out", str(tmp_path / name)) for name, more in (("a", ()), ("b", ("--ddp",)))]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        assert "tokens/s" in result.stdout
+        assert "Warning" not in result.stderr
+    plain, wrapped = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    assert [r["phase"] for r in wrapped] == [r["phase"] for r in plain]
+    assert [r["loss"] for r in wrapped] == pytest.approx([r["loss"] for r in plain], rel=1e-5)
+    assert wrapped[-1]["bytes_step"] == plain[-1]["bytes_step"] > 0
 
 
 @pytest.mark.full
@@ -237,7 +252,7 @@ def test_works_under_torchrun(tmp_path: Path, text: Path):
         (["--text", "missing.txt"], "missing.txt can't be read: No such file"),
         (["--text", "EMPTY"], "is empty"),
         (["--text", "SHORT"], "must hold at least"),
-        (["--text", "."], "can't be read"),
+        (["--text", "/dev/null"], "can't be read"),
         (
             ["--optimizer", "sgd"],
             "--optimizer must be of adamw, onebit-adam, zero-one-adam, onebit-lion, lamb, onebit-lamb, "

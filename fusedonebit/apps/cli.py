@@ -24,6 +24,14 @@ COMMANDS = {
 ``add_arguments(parser)`` and ``run(arguments)``; the last may raise ``InputError``."""
 
 
+FIRST = """
+a first thing to try, 2 minutes on 2 cores: AdamW and 1-bit Adam on two processes, then a page of both
+
+  fusedonebit train --nproc 2 --compare adamw,onebit-adam --out runs/first
+  fusedonebit report runs/first
+"""
+
+
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults that say something."""
 
@@ -40,13 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     parser = argparse.ArgumentParser(prog="fusedonebit", description="1-bit optimizers for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=bool(argv))
     for name in filter(installed, COMMANDS):
         of_command = commands.add_parser(name, help=COMMANDS[name], formatter_class=_Defaults)
         if name == chosen:
             command = importlib.import_module(f".{name}.command", __package__)
             of_command.description = command.DESCRIPTION
             command.add_arguments(of_command)
+    if not argv:
+        print(parser.format_help() + (FIRST if installed("train") and installed("report") else ""), end="")
+        return 0
     arguments = parser.parse_args(argv)
     try:
         return int(command.run(arguments))

@@ -61,14 +61,34 @@ class Corpus:
 def load_text(files: Sequence[str]) -> Tensor:
     """Read files, one after the other, as uint8 [n]; none: Python's own documentation topics.
 
+    A folder stands for all files of text in it and below, in the order of their names; hidden ones and those that hold
+    a zero byte, as pictures and programs do, are left out.
+
     Raises:
-        InputError: for a file that can't be read, is empty or larger than ``LARGEST``.
+        InputError: for a file that can't be read, is empty or larger than ``LARGEST``, which all together must not be
+            either; for a folder without text.
     """
     if not files:
         from pydoc_data.topics import topics
 
         return _bytes("\n\n".join(topics.values()).encode())
-    return _bytes(b"\n\n".join(map(_read, files)))
+    content = b"\n\n".join(text for name in files for text in (_texts(name) if Path(name).is_dir() else [_read(name)]))
+    if len(content) > LARGEST:
+        raise InputError(f"--text has more than {LARGEST:,} bytes in all; give a part of it")
+    return _bytes(content)
+
+
+def _texts(folder: str) -> list[bytes]:
+    """Read the files of text in a folder and below."""
+    below = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.stat().st_size]
+    seen = [path for path in below if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    sizes = sum(path.stat().st_size for path in seen)
+    if sizes > LARGEST:
+        raise InputError(f"--text {folder} has more than {LARGEST:,} bytes; give a part of it")
+    texts = [text for text in map(_read, map(str, seen)) if b"\0" not in text]
+    if not texts:
+        raise InputError(f"--text {folder} has no file of text in it; give a folder with some")
+    return texts
 
 
 def _read(name: str) -> bytes:
@@ -76,7 +96,7 @@ def _read(name: str) -> bytes:
     try:
         # Of a pipe each rank would get a part, or wait for ever.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError(f"--text {name} can't be read: it must be a file, not a folder, a pipe or a device")
+            raise InputError(f"--text {name} can't be read: it must be a file or a folder, not a pipe or a device")
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
     except OSError as error:

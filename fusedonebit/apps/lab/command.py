@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         InputError: for an unknown name, a number that makes no sense, ``--report`` with what chooses runs, or a folder
             that can't be written.
     """
+    if not arguments.list:  # torch alone takes a second or two
+        print(f"starting the lab: {'its tables' if arguments.report else 'its runs'}", file=sys.stderr, flush=True)
     from .contenders import CONTENDERS, HEADLINE
     from .report import MULTIPLES
     from .tasks import TASKS

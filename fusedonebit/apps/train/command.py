@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-
-import torch
+import sys
 
 from ..arguments import InputError, installed, listed, need, positive, whole
 
@@ -15,7 +14,8 @@ DESCRIPTION = "Train a byte-level transformer language model on several processe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add, count = parser.add_argument, whole(1)
-    add("--text", nargs="+", default=[], metavar="FILE", help="text to learn (default: Python's documentation topics)")
+    help_text = "files to learn, or folders of them (default: Python's documentation topics)"
+    add("--text", nargs="+", default=[], metavar="PATH", help=help_text)
     add(
         "--optimizer",
         default="onebit-adam",
@@ -25,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=count, default=1, help="processes to start (not with torchrun)")
+    help_device = "where to train; auto: CUDA where there is a GPU"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=help_device)
+    help_ddp = "wrap the model in DistributedDataParallel, attached: as in a loop that has it already"
+    add("--ddp", action="store_true", help=help_ddp)
     add("--steps", type=count, default=500, help="updates")
     help_freeze = "updates before the variance is frozen, or auto (default: steps / 5; for onebit-adam, -lamb: never)"
     add("--freeze-step", type=_freeze_step, default=None, help=help_freeze)
@@ -52,10 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         InputError: for what can't work.
     """
     need("rich")
+    if os.environ.get("RANK", "0") == "0":  # torch alone takes a second or two, in this process and then in each rank
+        print(f"starting {_started(arguments)}", file=sys.stderr, flush=True)
     from . import launch
     from .run import Job, check
 
-    nproc = _world_size(arguments.nproc)
+    nproc = _world_size(arguments.nproc, arguments.device)
     given = vars(arguments).copy()
     for key in ("command", "optimizer", "compare", "nproc", "text", "freeze_step"):
         del given[key]
@@ -72,10 +78,20 @@ def run(arguments: argparse.Namespace) -> int:
     return launch.run(job, nproc)
 
 
-def _world_size(nproc: int) -> int:
+def _started(arguments: argparse.Namespace) -> str:
+    names = " and ".join(listed(arguments.compare)) if arguments.compare else arguments.optimizer
+    count = int(os.environ.get("WORLD_SIZE", arguments.nproc))
+    return f"{names} on {count} process{'es' * (count > 1)}"
+
+
+def _world_size(nproc: int, device: str) -> int:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device must be cpu or auto where torch finds no GPU, got cuda")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
+    if device != "cpu" and torch.cuda.is_available() and nproc > torch.cuda.device_count():
         raise InputError(f"--nproc must be at most the number of GPUs, {torch.cuda.device_count()}, got {nproc}")
     return nproc
 

@@ -17,10 +17,12 @@ class Display:
     Args:
         steps: How many a run has.
         enabled: Whether this rank shows anything.
+        compares: Whether several optimizers are trained. One after the other, on a machine that others may use: no
+            speeds are shown then.
     """
 
-    def __init__(self, steps: int, enabled: bool) -> None:
-        self._steps, self._enabled = steps, enabled
+    def __init__(self, steps: int, enabled: bool, compares: bool = False) -> None:
+        self._steps, self._enabled, self._compares = steps, enabled, compares
         self._console = Console(highlight=False)
         self._live = enabled and self._console.is_terminal
         self._every = max(1, steps // 20)
@@ -49,8 +51,9 @@ class Display:
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show a step's record."""
+        speed = "" if self._compares else f"{_count(record['tokens_per_s'])} tokens/s  "
         text = (
-            f"loss {record['loss']:.3f}  {record['phase']:12}  {_count(record['tokens_per_s'])} tokens/s  "
+            f"loss {record['loss']:.3f}  {record['phase']:12}  {speed}"
             f"sent {_bytes(record['bytes_step'])}/step, {_bytes(record['bytes_total'])} in all"
         )
         self._bars.update(self._task, completed=record["step"], text=text)
@@ -97,11 +100,18 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the summary."""
+    """Print the summary; speeds of one run alone: several were made one after the other."""
     table = Table(caption="losses in nats per byte, train over the last 20 steps; bytes are those one rank sends")
+    alone = len(rows) == 1
     for column in ("optimizer", "steps", "bits after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=column == "optimizer")
-    for column in (f"against {rows[0]['optimizer']}", "bytes/step", "bytes in all", "fp32 / sent", "tokens/s"):
+    for column in (
+        f"against {rows[0]['optimizer']}",
+        "bytes/step",
+        "bytes in all",
+        "fp32 / sent",
+        *["tokens/s"] * alone,
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -114,7 +124,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
             _bytes(row["bytes_step"]),
             _bytes(row["bytes_total"]),
             "-" if row["ratio"] is None else f"{row['ratio']:.1f}x",
-            _count(row["tokens_per_s"]),
+            *[_count(row["tokens_per_s"])] * alone,
         )
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import missing
+from ..arguments import installed, missing
 from .display import print_table, summarise
 from .run import FREEZE, Job, read_metrics, train_all
 
@@ -54,6 +55,8 @@ def report(job: Job) -> None:
     print(f"wrote {', '.join(map(str, [job.metrics, *_pictures(job, records)]))}")
     if absent := missing("matplotlib"):
         print(f"pictures need {absent}")
+    if installed("report"):
+        print(f"look at it: fusedonebit report {shlex.quote(job.out)}")
 
 
 def _pictures(job: Job, records: Sequence[dict[str, Any]]) -> list[Path]:
@@ -71,13 +74,13 @@ def _pictures(job: Job, records: Sequence[dict[str, Any]]) -> list[Path]:
 
 
 def _in_this_process(job: Job) -> int:
-    train_all(job, 0, 1, _device(0))
+    train_all(job, 0, 1, _device(job, 0))
     return 0
 
 
 def _under_torchrun(job: Job) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = _device(int(os.environ["LOCAL_RANK"]))
+    device = _device(job, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(_backend(device))
     try:
         train_all(job, rank, world_size, device)
@@ -131,7 +134,7 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
 def _rank_main(job: Job, rank: int, world_size: int, folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    device = _device(rank)
+    device = _device(job, rank)
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -143,8 +146,8 @@ def _rank_main(job: Job, rank: int, world_size: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
+def _device(job: Job, local_rank: int) -> torch.device:
+    if job.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

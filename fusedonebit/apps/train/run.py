@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from ... import Recorder, recording
+from ... import Recorder, ddp, recording
 from ...comm import Topology, torus_rows
 from ..arguments import InputError, installed
 from ..corpus import Corpus, load_text
@@ -54,6 +55,8 @@ class Job:
     full_precision_every: int = 100
     local_steps: int = 1
     warmup: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ddp: bool = False
 
     @property
     def metrics(self) -> Path:
@@ -64,7 +67,7 @@ class Job:
 def train_all(job: Job, rank: int, world_size: int, device: torch.device) -> None:
     """Train each of the job's optimizers; rank 0 writes and shows what happens."""
     corpus = Corpus(load_text(job.text), job.seq_len)
-    with Display(job.steps, enabled=rank == 0) as display:
+    with Display(job.steps, enabled=rank == 0, compares=len(job.optimizers) > 1) as display:
         for name in job.optimizers:
             Run(job, name, corpus, display, rank, world_size, device).train()
 
@@ -96,7 +99,13 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.bytes_before = 0
         self.first_step = self._resume() if job.resume else 0
+        self.forward: torch.nn.Module = self._in_ddp() if job.ddp else self.model
         self.settings = settings
+
+    def _in_ddp(self) -> DistributedDataParallel:
+        model = DistributedDataParallel(self.model)  # after the checkpoint: it broadcasts what it is given
+        ddp.attach(model, self.optimizer)
+        return model
 
     def _topology(self) -> Topology:
         if self.job.topology != "auto":
@@ -145,7 +154,7 @@ class Run:
 
     def _step(self, step: int) -> float:
         tokens = self.corpus.batch(self.job.batch_size, self.job.seed, step, self.rank).to(self.device)
-        loss = self.model(tokens)
+        loss = self.forward(tokens)
         loss.backward()
         self.optimizer.step()
         self.schedule.step()
@@ -244,6 +253,10 @@ def check(job: Job, world_size: int) -> None:
             f"--freeze-step must be below --steps {job.steps}, or {', '.join(freezing)} would never compress, "
             f"got {job.freeze_step}"
         )
+    if job.ddp and world_size == 1:
+        raise InputError("--ddp needs several processes, got --nproc 1")
+    if job.ddp and "adamw" in job.optimizers:
+        raise InputError("--ddp is for optimizers that fusedonebit.ddp.attach() takes, got adamw, which is torch's")
     if "zero-one-adam" in job.optimizers and job.freeze_step == "auto":
         raise InputError("--freeze-step must be a number with zero-one-adam, got auto: its variance has a policy")
     others = sorted(set(in_rounds) - {"marsit"})
