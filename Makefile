@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 WORKERS ?= 2
 
-.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs lint format hooks bench peers gpu clean
+.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs dist lint format hooks bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-oldest  some of each kind with the oldest torch and triton that are claimed (4 minutes, after gigabytes)"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
+	@echo "make dist       sdist and wheel, in dist/, for a release"
 	@echo "make lint       ruff, mypy, and import-linter: who may import whom"
 	@echo "make hooks      let git look at each commit with the same tools (pre-commit)"
 	@echo "make bench      benchmarks on this machine's CPU (minutes); OUT=folder keeps the numbers"
@@ -35,7 +36,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch and triton into $(VENV): minutes, the first time"
-	$(BIN)/python -m pip install --constraint constraints.txt "setuptools>=61" wheel torch triton
+	$(BIN)/python -m pip install --constraint constraints.txt "setuptools>=77" wheel torch triton
 	@echo "installing fusedonebit and what its commands and tests need"
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable \
 		".[train,lab,dev]"
@@ -86,7 +87,7 @@ OLDEST_PYTHON ?= $(firstword $(foreach name,python3.10 $(PYTHON),$(shell $(name)
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	@test -x $(OLDEST)/bin/python || { echo "making $(OLDEST)"; $(OLDEST_PYTHON) -m venv $(OLDEST); }
 	@echo "installing the oldest torch and triton into $(OLDEST): minutes, the first time"
-	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt "setuptools>=61" wheel torch triton
+	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt "setuptools>=77" wheel torch triton
 	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt --no-build-isolation --editable ".[lab]" \
 		hypothesis numpy pytest pytest-timeout pytest-xdist
 	@touch $@
@@ -115,6 +116,14 @@ docs: $(VENV)/.docs
 	@rm -rf build/docs build/docs-source && mkdir -p build/docs-source
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs build/docs-source build/docs
 	@echo "build/docs/index.html"
+
+# The wheel is made of the sdist: so that lacks nothing. Nothing is downloaded.
+dist: $(READY)
+	@echo "building sdist and wheel"
+	@rm -rf dist
+	@$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" >/dev/null
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist dist/*.tar.gz
+	@ls -l dist
 
 lint: $(READY)
 	$(BIN)/ruff check .

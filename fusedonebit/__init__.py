@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .optim.two_stage import OneBitOptimizer
     from .optim.zero_one import ZeroOneAdam
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AbortedStepError",

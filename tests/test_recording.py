@@ -13,7 +13,8 @@ from optimizers import by_name
 from ranks import run_ranks
 from torch.nn import Parameter
 
-from fusedonebit import OneBitAdam, OneBitLamb
+import fusedonebit
+from fusedonebit import Faults, OneBitAdam, OneBitLamb
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.integrations.recording import FORMAT, Recorder
 
@@ -184,3 +185,22 @@ def test_after_an_error_the_optimizer_is_not_asked_again(tmp_path: Path):
     recorder.log(1, loss=1.0)
     recorder.__exit__(KeyError, KeyError(), None)
     assert lines(tmp_path) == []
+
+
+def test_what_stats_tell_goes_to_tensorboard_and_wandb_by_one_line():
+    p = Parameter(torch.randn(300))
+    optimizer = OneBitAdam([p], freeze_step=1, faults=Faults(guard="off"), max_grad_norm=1.0)
+    told = []
+    for _ in range(2):
+        p.grad = torch.randn(300)
+        optimizer.step()
+        told.append(fusedonebit.recording.scalars(optimizer))
+    stats = optimizer.stats()
+    assert [numbers["fusedonebit/compressed"] for numbers in told] == [0.0, 1.0]
+    assert told[1]["fusedonebit/step"] == 2.0
+    assert told[1]["fusedonebit/grad_norm"] == stats["grad_norm"] > 0
+    assert all(type(value) is float for value in told[1].values())
+    left_out = {key for key in stats if f"fusedonebit/{key}" not in told[1]}
+    assert left_out == {key for key, value in stats.items() if value is None or isinstance(value, (str, list))}
+    with pytest.raises(TypeError, match=r"optimizer must have stats\(\), as this package's have, got SGD"):
+        fusedonebit.recording.scalars(torch.optim.SGD([p], 1.0))

@@ -33,6 +33,9 @@ FORMAT = 1
 STEP_KEYS = ("phase", "bytes_step", "bytes_total", "bytes_fp32", "skipped_steps", "vetoed_steps", "rewarms")
 """Keys of ``stats()`` that are recorded, where they are not None."""
 
+COMPRESSED = ("compression", "one-bit")
+"""Phases in which bits are sent."""
+
 LONGEST_LINE = 1 << 24
 """Bytes; layers by the ten thousand take fewer."""
 
@@ -216,6 +219,32 @@ class Recorder:
             partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             partial.replace(path)  # a crash leaves the old file or the new one
         return last
+
+
+def scalars(optimizer: torch.optim.Optimizer, prefix: str = "fusedonebit/") -> dict[str, float]:
+    """Return the numbers among an optimizer's ``stats()``, for a logger that wants nothing else.
+
+    Weights & Biases: ``wandb.log(scalars(optimizer))``. TensorBoard, with its ``SummaryWriter``:
+    ``[writer.add_scalar(*pair, step) for pair in scalars(optimizer).items()]``. Waits for the device, as ``stats()``.
+
+    Args:
+        optimizer: One of this package, or of another that has ``stats()``.
+        prefix: Of each name; loggers group by what stands before a slash.
+
+    Returns:
+        Numbers by name; what is None, text or a list is left out. Where there is a phase, ``compressed`` is 1 or 0.
+
+    Raises:
+        TypeError: if ``optimizer`` has no ``stats()``.
+    """
+    stats: Callable[[], dict[str, Any]] | None = getattr(optimizer, "stats", None)
+    if stats is None:
+        raise TypeError(f"optimizer must have stats(), as this package's have, got {type(optimizer).__name__}")
+    told = stats()
+    if "phase" in told:
+        told["compressed"] = told["phase"] in COMPRESSED
+    numbers = {key: value for key, value in told.items() if isinstance(value, (bool, int, float))}
+    return {prefix + key: float(value) for key, value in numbers.items()}
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
