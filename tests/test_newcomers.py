@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 
 import pytest
-from mistakes import ALONE, TOGETHER, told_by
-from ranks import run_ranks
+from mistakes import ALONE, TOGETHER, net, told_by
+from ranks import run_ranks, simulate
+
+from fusedonebit import OneBitAdam
+from fusedonebit.comm import Transport
+from fusedonebit.core.first_contact import clipped
 
 NOVICES = 40
 
@@ -36,3 +42,42 @@ def test_a_mistake_on_two_ranks_is_told_once_on_each_and_none_waits_for_ever(nam
 
 def make_on_a_rank(rank: int, world_size: int, name: str) -> list[str]:
     return told_by(TOGETHER[name][0], rank)
+
+
+def introduced(rank: int, transport: Transport) -> None:
+    OneBitAdam(net().parameters(), lr=1e-3, process_group=transport)
+
+
+def test_whoever_listens_is_told_once_what_was_chosen(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture):
+    simulate(introduced, 2)
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, logger="fusedonebit"):
+        simulate(introduced, 2)
+    (record,) = caplog.records
+    for part in (
+        "OneBitAdam of 83 parameters: variance: shared, after 250 updates",
+        "scale: relaxed, block",
+        "backend",
+    ):
+        assert part in record.getMessage()
+
+
+SQUARES = [(1.0, 0.25), (1.0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_clipped"),
+    [
+        (SQUARES, True),
+        (SQUARES[:1], False),
+        ([(1.0, 0.25), (1.001, 0.5)], False),
+        ([(0.7713526, 0.25), (0.7713526, 0.5)], False),  # no threshold that anybody chooses
+        ([(1.0, 0.25), (1.0, 0.25)], False),  # the same gradients twice
+        ([(0.0, 0.25), (0.0, 0.5)], False),
+        ([(math.nan, 0.25), (math.nan, 0.5)], False),
+        ([(math.inf, 0.25), (math.inf, 0.5)], False),
+    ],
+)
+def test_only_gradients_of_one_round_norm_are_taken_for_clipped(seen: list[tuple[float, float]], is_clipped: bool):
+    assert clipped(seen) == is_clipped
