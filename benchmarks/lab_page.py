@@ -1,4 +1,4 @@
-"""The lab's tables for README.md and ``docs/numerics.md``, from the recorded runs.
+"""The lab's tables for ``docs/choose.md`` and ``docs/numerics.md``, from the recorded runs.
 
 ``python -m benchmarks.lab_page`` writes them into both, ``table.md`` and ``worse.png`` beside the runs, and
 ``docs/toys.png``.
@@ -29,7 +29,7 @@ LAMB = ("lamb", "onebit-lamb-living", "onebit-lamb")
 OURS = [name for name in HEADLINE if CONTENDERS[name].parent != name]
 
 
-def readme_table(records: Records) -> str:
+def headline_table(records: Records) -> str:
     """Return how much worse ours are than what they compress, at 4 workers and its rates."""
     return markdown(rows(records, View(parents=True), [LIVING[0], *OURS]))
 
@@ -68,10 +68,10 @@ def main() -> None:
     publish(records, RESULTS)
     plot(records, RESULTS / "worse.png", parents=True)
     plot_toys(DOCS / "toys.png")
-    write_tables(DOCS.parent / "README.md", readme_table(records), "LAB")
+    write_tables(DOCS / "choose.md", headline_table(records), "LAB")
     write_tables(DOCS / "numerics.md", page_tables(records), "LAB")
     write_tables(DOCS / "numerics.md", ablations(records), "ABLATIONS")
-    print("wrote the tables of README.md and docs/numerics.md")
+    print("wrote the tables of docs/choose.md and docs/numerics.md")
 
 
 if __name__ == "__main__":

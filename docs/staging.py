@@ -2,7 +2,7 @@
 
 On a git host the pages link to each other, to the README and to files anywhere in the repository. Here
 
-- the README is cut at four headings into the site's first pages, each of ``docs/*.md`` is a topic;
+- the README is the first page, each of ``docs/*.md`` is a topic, and ``PATH`` is the way through them;
 - a file outside of ``docs/`` to which a page links (an example, a record) gets a page of its own, a picture is copied,
   and so is a file that a page includes;
 - links follow: one that leads nowhere ends the build, one to a heading that is not there is Sphinx's warning.
@@ -12,82 +12,38 @@ from __future__ import annotations
 
 import os
 import re
-from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 
-PARTS = (
-    ("index", "", ""),
-    ("guide", "Using it", "### In the loop that you have"),
-    ("command-line", "The command line", "## Train something"),
-    ("results", "Results and limits", "## What it costs in quality"),
-    ("", "", "## More"),  # what it lists, the table of contents does
-)
-"""Pages made of the README: name, title, and the heading at which each begins."""
-
 ALWAYS = (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").rglob("*.py")))
 """Get a page also where nobody links to them."""
 
-CONTENTS = """
-```{toctree}
-:hidden:
-:caption: Guide
-
-guide
-command-line
-results
-```
-
-```{toctree}
-:hidden:
-:caption: Understand
-
-topics/reference
-topics/numerics
-topics/zero-one-adam
-topics/marsit
-topics/design
-```
-
-```{toctree}
-:hidden:
-:caption: Topics
-:glob:
-
-topics/beyond-one-node
-topics/faults
-topics/ecosystem
-topics/migrating-from-deepspeed
-topics/run-report
-topics/performance
-topics/benchmarks
-topics/*
-```
-
-```{toctree}
-:hidden:
-:caption: Reference
-
-api/optimizers
-api/adapters
-api/comm
-api/triton_kernels
-api/plan
-api/baselines
-```
-
-```{toctree}
-:hidden:
-:caption: More
-
-examples
-files/CONTRIBUTING
-files/CHANGELOG
-```
-"""
-"""Topics that are not named come last; new pages are among them."""
+PATH = {
+    "Start": ("topics/start", "topics/loops", "topics/ecosystem", "examples"),
+    "Choose": ("topics/choose", "topics/limits"),
+    "Tune": ("topics/numerics", "topics/settings", "topics/when", "topics/run-report", "topics/command-line"),
+    "Scale": ("topics/beyond-one-node", "topics/faults", "topics/performance"),
+    "Migrate": ("topics/migrating-from-deepspeed",),
+    "Understand": (
+        "topics/reference",
+        "topics/design",
+        "topics/zero-one-adam",
+        "topics/marsit",
+        "topics/benchmarks",
+    ),
+    "Look up": (
+        "api/optimizers",
+        "api/adapters",
+        "api/comm",
+        "api/triton_kernels",
+        "api/plan",
+        "api/baselines",
+    ),
+    "Contribute": ("files/CONTRIBUTING", "files/CHANGELOG"),
+}
+"""The way through the site: a caption, and its pages in order; a test says that all are among them."""
 
 EXAMPLES = """# Examples
 
@@ -101,6 +57,9 @@ files/examples/ecosystem/*
 ```
 """
 
+LANGUAGES = {".cff": "yaml"}
+"""What highlights a file whose name does not end with its language."""
+
 _PIECES = re.compile(r"(^ *```.*?^ *```$|<!--.*?-->|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _INCLUDED = re.compile(r"(?<=^```{literalinclude} )(\S+)$", re.MULTILINE)
@@ -109,16 +68,6 @@ _NAMED_BY_PATH = re.compile(r"\[docs/([\w-]+)\.md\]")  # on the site it is just 
 
 class LinkError(Exception):
     """A link leads to a file that is not there."""
-
-
-def slug(heading: str) -> str:
-    """The anchor that a git host gives to a heading, and MyST as well."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
-def headings(text: str) -> list[str]:
-    """All headings' texts, but for those in code."""
-    return re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
 
 
 class Stage:
@@ -130,8 +79,7 @@ class Stage:
 
     def fill(self) -> None:
         """Writes everything, and removes what earlier builds wrote and this one did not."""
-        for name, text in _readme_parts().items():
-            self._page(name, README, text + (CONTENTS if name == "index" else ""))
+        self._page("index", README, README.read_text() + contents())
         for page in sorted(DOCS.glob("*.md")):
             self._target(page)
         for file in ALWAYS:
@@ -169,7 +117,7 @@ class Stage:
         target = (source.parent / path).resolve() if path else source
         if not target.is_file():
             raise LinkError(f"{source.relative_to(ROOT)} links to {link}, which is not there")
-        where = _readme_part_of(anchor) + ".md" if target == README else self._target(target)
+        where = "index.md" if target == README else self._target(target)
         return os.path.relpath(where, Path(page).parent) + (f"#{anchor}" if anchor else "")
 
     def _target(self, file: Path) -> str:
@@ -185,7 +133,7 @@ class Stage:
             text = file.read_text()
             if file.suffix != ".md":
                 orphan = "" if inside.parts[0] == "examples" else "---\norphan: true\n---\n\n"
-                text = f"{orphan}# {inside}\n\n```{file.suffix[1:]}\n{text}```\n"
+                text = f"{orphan}# {inside}\n\n```{LANGUAGES.get(file.suffix, file.suffix[1:])}\n{text}```\n"
             elif not text.startswith("# "):  # a table alone
                 text = f"---\norphan: true\n---\n\n# {inside}\n\n{text}"
             self._page(name, file, text)
@@ -200,20 +148,10 @@ class Stage:
             file.write_bytes(data)
 
 
-def _readme_parts() -> dict[str, str]:
-    text, parts = README.read_text(), {}
-    for (name, title, first), (_, _, after) in pairwise(PARTS):
-        begin = text.index(f"{first}\n") if first else 0
-        part = text[begin : text.index(f"{after}\n")]
-        if first.startswith("###"):  # its headings are one level too low under a title
-            part = re.sub(r"^###", "##", part, flags=re.MULTILINE)
-        parts[name] = f"# {title}\n\n{part}" if title else part
-    return parts
-
-
-def _readme_part_of(anchor: str) -> str:
-    found = [name for name, text in _readme_parts().items() if anchor in map(slug, headings(text))]
-    return found[0] if found else "index"
+def contents() -> str:
+    """Return the tables of contents that follow the README's text."""
+    trees = (f"```{{toctree}}\n:hidden:\n:caption: {name}\n\n" + "\n".join(PATH[name]) for name in PATH)
+    return "\n" + "\n```\n\n".join(trees) + "\n```\n"
 
 
 def stage(folder: Path) -> None:

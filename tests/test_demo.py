@@ -1,4 +1,4 @@
-"""What the README promises of `make demo`, and of large batches."""
+"""What docs/start.md promises of `make demo`, and docs/choose.md of large batches."""
 
 from __future__ import annotations
 

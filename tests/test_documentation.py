@@ -4,6 +4,7 @@
     ```py          an excerpt: its lines are those of files that tests run, which a marker names
     ```sh, or indented by four    commands: each is parsed by the program that it calls, and run where that is quick
     ```json        a DeepSpeed config, every key of which ``fusedonebit migrate`` explains
+    ```diff        two programs, before and after, both of which are run on two ranks
     ```text        no code: what a program prints, a drawing
     ```{literalinclude}   a file, as the site shows it: `make docs` fails where it is not there
 
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import test_readme
+import test_start
 import torch
 from launched import launched
 
@@ -50,6 +51,8 @@ PIECE = re.compile(
     r"|(?<=\n\n)(?P<indented>(?: {4}[^\n]*\n|\n(?= {4}))+)",
     re.MULTILINE | re.DOTALL,
 )
+CLONE = "fusedonebit"
+"""The folder that the pages clone into."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
@@ -65,6 +68,10 @@ class Block(NamedTuple):
     @property
     def is_run(self) -> bool:
         return self.language == "python" and not self.marker
+
+    def without(self, sign: str) -> str:
+        """What a diff is without the lines that it adds ("+") or takes away ("-")."""
+        return "".join(f"{line[1:]}\n" for line in self.text.splitlines() if not line.startswith(sign))
 
     @property
     def commands(self) -> list[str]:
@@ -122,7 +129,7 @@ def check(block: Block) -> None:
         translate(config)
         assert config.count(Fate.UNKNOWN) == 0, block.place
     else:
-        known = ("python", "sh", "text", "{literalinclude}")
+        known = ("python", "sh", "text", "diff", "{literalinclude}")
         assert block.language in known, f"{block.place}: nothing tests {block.language!r}"
 
 
@@ -148,10 +155,58 @@ def test_a_block_that_nothing_covers_is_named(text: str, why: str):
         check(blocks_of("page.md", f"# Page\n\n{text}")[0])
 
 
+# ---------------------------------------------------------------- links, and what errors say
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that a git host gives to a page's headings, and MyST as well."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_link_leads_somewhere(page: Path):
+    text = re.sub(r"^```.*?^```$|`[^`\n]+`|<!--.*?-->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {link}, but {target.name} has no such heading"
+
+
+def test_the_site_leads_through_every_page():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import staging
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    named = [name for names in staging.PATH.values() for name in names]
+    assert len(named) == len(set(named))
+    pages = {f"topics/{page.stem}" for page in (ROOT / "docs").glob("*.md")}
+    pages |= {f"api/{page.stem}" for page in (ROOT / "docs/api").glob("*.rst")}
+    assert pages - set(named) == set(), "give them a place in staging.PATH"
+    assert staging.PATH["Understand"][0] == "topics/reference"
+
+
+def test_messages_that_a_page_quotes_are_those_that_users_see():
+    """docs/when.md is looked up by what an error or a warning says."""
+    folders = (ROOT / "fusedonebit", ROOT / "comm")
+    sources = "".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    text = re.sub(r"`[^`\n]+`", "", (ROOT / "docs/when.md").read_text())
+    quoted = [each.removesuffix(" ...") for each in re.findall(r'"([^"\n]+)"', text) if len(each.split()) > 2]
+    assert len(quoted) >= 8
+    assert [each for each in quoted if each.lower() not in sources.lower()] == []
+
+
 # ---------------------------------------------------------------- programs
 
 
-@pytest.mark.long(but=["README"])
+@pytest.mark.long(but=["start"])
 @pytest.mark.parametrize(
     "page", [path for path, blocks in BLOCKS.items() if any(b.is_run for b in blocks)], ids=lambda path: path.stem
 )
@@ -163,8 +218,27 @@ def test_the_programs_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
     asked = re.search(r"^<!-- test: ranks (\d+) -->", page.read_text(), re.MULTILINE)
     ranks = int(asked[1]) if asked else 2 * ("init_process_group" in code)
     printed = launched(tmp_path / "page.py", ranks, timeout=180)
-    if page.name == "README.md":
-        test_readme.check_bytes(printed, messages=2)
+    if page.name == "start.md":
+        test_start.check_bytes(printed, messages=2)
+
+
+DIFFS = [block for blocks in BLOCKS.values() for block in blocks if block.language == "diff"]
+TELL = """
+if torch.distributed.get_rank() == 0:
+    print(optimizer.stats()["bytes_step"], "bytes sent")
+"""
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("block", DIFFS, ids=lambda block: block.place)
+def test_both_sides_of_a_diff_run_and_the_new_one_sends_bits(block: Block, tmp_path: Path):
+    changed = [line for line in block.text.splitlines() if line.startswith(("+", "-"))]
+    assert len(changed) == 5, f"{block.place} promises five lines"
+    (tmp_path / "before.py").write_text(block.without("+"))
+    (tmp_path / "after.py").write_text(block.without("-") + TELL)
+    launched(tmp_path / "before.py", 2)
+    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", launched(tmp_path / "after.py", 2))]
+    assert 0 < sent < 2 * 4 * 650 / 2 / 10, "a tenth of what a ring of two sends of 650 floats"
 
 
 # ---------------------------------------------------------------- commands
@@ -261,7 +335,7 @@ def test_a_command_is_understood_by_what_it_calls(
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun's
             monkeypatch.setenv("WORLD_SIZE", given.nproc_per_node)
             check_fusedonebit(given.training_script_args, monkeypatch)
-        else:
+        elif given.training_script != "train.py":  # which is what the page has the reader write
             assert (ROOT / given.training_script).is_file()
             assert given.training_script.startswith("examples/")  # which have tests of their own
     elif name == "python":
@@ -270,19 +344,23 @@ def test_a_command_is_understood_by_what_it_calls(
     elif name == "fusedonebit":
         check_fusedonebit(arguments, monkeypatch)
     elif name == "make":
+        if arguments[0] == "-C":
+            assert arguments[1] == CLONE, command
+            arguments = arguments[2:]
         makefile = (ROOT / "Makefile").read_text()
         known = {*re.findall(r"^([\w-]+):", makefile, re.MULTILINE), *re.findall(r"\$\((\w+)\)", makefile)}
         assert {argument.partition("=")[0] for argument in arguments} <= known, command
     elif name == "pip":
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-        found = re.fullmatch(r"install \.(?:\[([\w,]+)\])?", " ".join(arguments))
+        found = re.fullmatch(rf"install (?:\.|\./{CLONE})(?:\[([\w,]+)\])?", " ".join(arguments))
         assert found, command
         assert set((found[1] or "dev").split(",")) <= set(extras)
     elif command.startswith("git ls-files"):  # how the library's lines are counted
         counted = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
         assert int(counted.stdout) > 1000, command
     else:  # how to get what these pages are about
-        assert command in ("git clone <this repository>", "cd fusedonebit"), f"{place}: nothing checks {command!r}"
+        known = ("git clone <this repository>", f"git clone <this repository> {CLONE}", f"cd {CLONE}")
+        assert command in known, f"{place}: nothing checks {command!r}"
 
 
 TRAININGS = [line for _, line in COMMANDS if re.match(r"fusedonebit (train|lab)|torchrun .*-m fusedonebit", line)]

@@ -1,4 +1,4 @@
-"""What the lab's recorded runs say: the tables of README.md and docs/numerics.md, their cost, and what is claimed."""
+"""What the lab's recorded runs say: the tables of choose.md and numerics.md, their cost, and what is claimed."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_an_uncompressed_run_sends_eight_bytes_and_ours_what_the_warm_up_and_the
 
 
 def test_the_pages_show_the_tables_of_the_runs():
-    assert lab_page.readme_table(RECORDS) in (DOCS.parent / "README.md").read_text()
+    assert lab_page.headline_table(RECORDS) in (DOCS / "choose.md").read_text()
     page = (DOCS / "numerics.md").read_text()
     assert lab_page.page_tables(RECORDS) in page
     assert lab_page.ablations(RECORDS) in page

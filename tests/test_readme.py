@@ -1,54 +1,120 @@
-"""The README's program runs, and with the optimizers that it offers instead."""
+"""What the README promises: its length, and that its numbers are those of the records and pages that it links to."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launched import launched
 
-README = Path(__file__).parent.parent / "README.md"
+from benchmarks import lab_page, loss_bytes
+from benchmarks.netlab import whole
+from fusedonebit.apps.cli import main
+from fusedonebit.apps.lab.records import Records
+from fusedonebit.apps.lab.report import View, rows
 
-
-def quick_start(optimizer: str) -> str:
-    """The program, with the block that makes this optimizer in place of its own."""
-    program, *others = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    for instead in others:
-        if optimizer in instead:
-            program, replaced = re.subn(r"optimizer = OneBitAdam\(.*\n", instead, program)
-            assert replaced == 1
-    assert f"optimizer = {optimizer}(" in program
-    return program
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+WORDS = 900
+NETLAB = json.loads((ROOT / "benchmarks/results/netlab/netlab.json").read_text())
 
 
-@pytest.mark.long(but=["MarsitSGD"])
-@pytest.mark.parametrize("optimizer", ["OneBitLamb", "MarsitSGD"])
-def test_quick_start_runs_with_another_optimizer(tmp_path: Path, optimizer: str):
-    file = tmp_path / "quick_start.py"
-    file.write_text(quick_start(optimizer))
-    check_bytes(launched(file, 2), messages=1 if optimizer == "MarsitSGD" else 2)
+def words(text: str) -> int:
+    """Count what a reader reads, code blocks, tables and pictures' texts too, but for comments and links' targets."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"\]\([^)\s]*\)", "]", text)
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
-@pytest.mark.long
-def test_quick_start_runs_under_torchrun(tmp_path: Path):
-    file = tmp_path / "quick_start.py"
-    file.write_text(quick_start("OneBitAdam"))
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+def test_it_is_read_in_minutes():
+    counted = words(README)
+    print(f"README.md: {counted} words (at most {WORDS})")
+    assert counted <= WORDS
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("a [link](docs/of-no-word.md) here", 3),
+        ("<!-- not\nread -->two words", 2),
+        ("```sh\nmake demo\n```", 3),
+        ("| \u2713 | - |\n|---|:-:|", 0),
+        ("![a picture](of.png)", 2),
+    ],
+)
+def test_words_are_counted_as_they_are_read(text: str, count: int):
+    assert words(text) == count
+
+
+def test_the_state_on_gpus_stands_on_the_first_screen():
+    assert words(README[: README.index("Never run on a GPU, never run on a cluster")]) < 200
+
+
+def test_there_are_six_limits():
+    section = README.split("## Limits\n")[1].split("\n## ")[0]
+    assert re.findall(r"^(\d)\. ", section, re.MULTILINE) == list("123456")
+
+
+def test_a_tick_leads_to_an_example_or_a_page_in_every_row():
+    table = README.split("## What works with what\n")[1].split("\n## ")[0]
+    found = [line for line in table.splitlines() if line.startswith("| [")]
+    assert len(found) >= 9
+    assert [line for line in found if not re.search(r"\[\u2713\]\((examples|docs)/", line)] == []
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def row(begins: str) -> str:
+    """The line of the table of numbers that begins so."""
+    (found,) = (line for line in README.splitlines() if line.startswith(f"| {begins}"))
+    return found
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"(?<![\w-])\d+(?:\.\d+)?(?![\w-])", text)]
+
+
+def at(megabits: float) -> dict:
+    return min(NETLAB["rates"], key=lambda each: abs(each["megabits"] - megabits))
+
+
+def test_whole_runs_are_as_fast_as_the_network_lab_has_recorded():
+    told = numbers(row("time to equal held-out loss").split("|")[2])
+    found = [whole.gain(NETLAB, at(53), "zero-one-adam", rival) for rival in ("bf16", "int8", "powersgd")]
+    assert told == [round(each, 2) for each in found]
+    assert numbers(row("the same at").split("|")[2]) == [round(whole.gain(NETLAB, at(560), "onebit-adam", "bf16"), 2)]
+
+
+def test_bytes_and_losses_of_whole_runs_are_the_labs():
+    table = rows(
+        Records(lab_page.RESULTS / "runs.jsonl"), View(parents=True), ["onebit-adam-living", "zero-one-adam-own"]
     )
-    assert result.returncode == 0, result.stderr
-    check_bytes(result.stdout, messages=2)
+    last = {line[0]: line[1:] for line in table}
+    assert numbers(row("bytes per parameter and step").split("fp32 8,")[1]) == numbers(
+        " ".join(last["bytes per parameter and step"])
+    )
+    misses = [int(each.split(" of ")[0]) for each in last["worse by more than 1 % (0.05 dec)"]]
+    assert numbers(row("tasks of those 14").split("|")[2]) == [14 - each for each in misses]
+    (gan,) = numbers(re.search(r"A GAN ends (\d+) % worse", README)[1])
+    assert f"+{gan:.0f}" == next(cells for name, *cells in table if name.startswith("gan"))[0].split(".")[0]
 
 
-def check_bytes(printed: str, messages: int) -> None:
-    """650 parameters, two messages to one peer (of an owner one): each a header, a scale, half of the padded bits."""
-    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", printed)]
-    assert messages * 650 / 16 < sent <= messages * (48 + 64)
+def test_what_memory_moves_is_what_the_pages_say():
+    ours, torch = numbers(row("device memory traffic").split("|")[2])
+    assert f"{ours} bytes per parameter for a whole step on 8 ranks" in (ROOT / "docs/limits.md").read_text()
+    moved = json.loads((ROOT / "benchmarks/results/cpu/bytes-moved.json").read_text())["tables"][0]["rows"]
+    assert torch == round(next(each["device B"] for each in moved if each["optimizer"] == "AdamW(fused=True)"), 1)
+
+
+def test_the_picture_is_the_one_that_is_drawn_from_the_record():
+    assert f"](docs/{loss_bytes.PICTURE.name})" in README.split("## ")[0]
+
+
+def test_the_planner_says_what_the_readme_says_of_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"`fusedonebit (plan [^`]+)`", README)
+    assert main(command.split()) == 0
+    (stops,) = re.findall(r"stops paying above .*?\((\d+)\.?\d* Gbit/s\)", capsys.readouterr().out)
+    assert f"a gain below {stops} Gbit/s" in README

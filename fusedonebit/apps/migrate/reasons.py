@@ -31,7 +31,7 @@ REASONS = {
     "gradient_predivide_factor": _AVERAGE,
     "sparse_gradients": "sparse gradients have no counterpart: construct nn.Embedding with sparse=False",
     "disable_allgather": "about ZeRO's collectives; there are none here",
-    "graph_harvesting": "about the engine's CUDA graphs; here capturable=True (README, CUDA graphs)",
+    "graph_harvesting": "about the engine's CUDA graphs; here capturable=True (docs/loops.md, CUDA graphs)",
     # ZeRO and other ways to cut a model
     "zero_allow_untested_optimizer": "there is no ZeRO here, so nothing to allow",
     "zero_force_ds_cpu_optimizer": "there is no ZeRO here, so nothing to force",
