@@ -5,12 +5,13 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const NS = document.getElementById("ns").namespaceURI; // not spelt out: the page names no address
 const state = { shown: data.runs.map(() => true), range: null, smooth: true, log: {} };
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
-const MARGIN = { left: 62, right: 24, top: 8, bottom: 34 };
-const WIDTH = 640, HEIGHT = 280;
+const NARROW = matchMedia("(max-width: 700px)").matches; // a telephone: letters as large, curves smaller
+const WIDTH = NARROW ? 350 : 640, HEIGHT = NARROW ? 230 : 280;
 const charts = []; // those over steps share a zoom and a crosshair
 
-const colour = (i) => `var(--run-${i % 8})`;
-const dash = (i) => DASHES[Math.floor(i / 8) % DASHES.length];
+const MARGIN = { left: NARROW ? 52 : 62, right: NARROW ? 14 : 24, top: 8, bottom: 34 };
+const colour = (i) => `var(--run-${data.runs[i].colour % 8})`; // of the run with this index
+const dash = (i) => DASHES[Math.floor(data.runs[i].colour / 8) % DASHES.length];
 const KNOWN_PHASES = ["warmup", "compression", "uncompressed", "one-bit", "local"];
 const otherPhases = data.phases.filter((name) => !KNOWN_PHASES.includes(name));
 const phaseColour = (name) => {

@@ -59,7 +59,7 @@ class Heat {
     const common = [head && `begin with ${head}`, tail && `end with ${tail}`].filter(Boolean).join(" and ");
     this.card.appendChild(node("p", { class: "quiet" }, kind.note + (common && ` All names ${common}.`)));
     const longest = this.names.reduce((n, name) => Math.max(n, name.length), 0);
-    this.left = Math.min(Math.max(longest * 6.1, 40), 230) + 8;
+    this.left = Math.min(Math.max(longest * 6.1, 40), NARROW ? 110 : 230) + 8;
     this.letters = Math.floor((this.left - 8) / 6.1);
     this.row = map.layers.length <= 40 ? 14 : Math.max(560 / map.layers.length, 2);
     this.height = Math.max(this.row * map.layers.length, 60);

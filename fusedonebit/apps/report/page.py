@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from ... import __version__
-from . import tables
+from . import tables, verdicts
 from .read import Run, Series
 from .reduce import ALL_CELLS, at_steps, bands, heat, not_finite, points_for, running_mean, short, skips, thin
 
@@ -49,6 +49,7 @@ def build(runs: Sequence[Run], title: str, progress: Callable[[], None] = lambda
         "subtitle": escape(f"{count} from {folders}. Made {now} by fusedonebit {__version__}."),
         "notices": _notices(runs),
         "summary": tables.results(runs),
+        "verdicts": verdicts.section(runs),
         "settings": tables.settings(runs),
         "layers": tables.layers(maps, {key: told for key, (told, _) in HEATS.items()}),
         "data": _inside_script(data),
@@ -62,8 +63,9 @@ def _data(runs: Sequence[Run], progress: Callable[[], None]) -> tuple[dict[str, 
     most, told, maps = points_for(len(runs)), [], []
     own = list(dict.fromkeys(key for run in runs for key in run.own_keys(KNOWN)))
     recorded = sum(any(key in seen for seen in run.layers.values()) for run in runs for key in HEATS)
+    slots = tables.colours(runs)
     for index, run in enumerate(runs):
-        told.append(_run(index, run, most, own))
+        told.append({**_run(index, run, most, own), "colour": slots[index]})
         for key, (_, middle) in HEATS.items():
             drawn = heat(run, key, ALL_CELLS // max(recorded, 3), middle)
             if drawn is not None:

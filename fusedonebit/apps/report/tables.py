@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import count
 from typing import Any
 
 from .read import Run
@@ -15,6 +16,25 @@ TAIL = 20
 """Records whose mean is the train loss of the results."""
 
 DATES = ("started", "resumed")
+SLOTS = 8
+"""Colours of the page; further runs have them again, with dashes."""
+METHODS = {
+    "zero-one-adam": 0,
+    "ZeroOneAdam": 0,
+    "onebit-adam": 1,
+    "OneBitAdam": 1,
+    "onebit-lion": 3,
+    "OneBitLion": 3,
+    "onebit-lamb": 4,
+    "OneBitLamb": 4,
+    "marsit": 5,
+    "MarsitSGD": 5,
+    "MarsitAdam": 5,
+    "adamw": 6,
+    "AdamW": 6,
+    "AveragedAdamW": 6,
+}
+"""Places in page.css's palette that are those of ``pictures.METHODS``, by what runs and their classes are called."""
 MOST_GROUPS = 4
 """Of the parameter groups at most so many are compared."""
 
@@ -45,20 +65,20 @@ def results(runs: Sequence[Run]) -> str:
     """Make one row per run: how far it came, losses, bytes, skipped steps, speed."""
     heads = ["run", "steps", "phase at the end", "train loss", "held-out loss", "best held out", "bytes/step"]
     heads += ["bytes in all", "fp32 / sent", "skipped", "by the guard", "tokens/s"]
-    rows = "".join(_result(i, run) for i, run in enumerate(runs))
+    rows = "".join(_result(run, slot, heads) for run, slot in zip(runs, colours(runs), strict=True))
     return (
-        f"<table><caption>Train loss: mean of the last {TAIL} records that are numbers. Bytes are those "
+        f"<table class=results><caption>Train loss: mean of the last {TAIL} records that are numbers. Bytes are those "
         "one rank sends; fp32 / sent: how many times more averaging float32 gradients would have sent.</caption>"
         f"<thead><tr>{_cells(heads, 'th scope=col')}</tr></thead><tbody>{rows}</tbody></table>"
     )
 
 
-def _result(index: int, run: Run) -> str:
+def _result(run: Run, slot: int, heads: Sequence[str]) -> str:
     held = [y for y in run.get("held_out_loss").values if math.isfinite(y)]
     losses = run.get("loss").values
     tail = [y for y in losses[-TAIL:] if math.isfinite(y)]
     train = sum(tail) / len(tail) if tail else (losses[-1] if losses else None)
-    sent, fp32 = _last(run, "bytes_total"), _last(run, "bytes_fp32")
+    sent, fp32 = last(run, "bytes_total"), last(run, "bytes_fp32")
     phases = run.get("phase").values
     ratio = fp32 * run.last_step / sent if sent and fp32 else None
     planned = planned_steps(run)
@@ -69,15 +89,30 @@ def _result(index: int, run: Run) -> str:
         number(train),
         number(run.get("held_out_loss").values[-1] if run.get("held_out_loss").values else None),
         number(min(held) if held else None),
-        in_bytes(_last(run, "bytes_step")),
+        in_bytes(last(run, "bytes_step")),
         in_bytes(sent),
         ABSENT if ratio is None else f"{ratio:.3g}x",
-        number(_last(run, "skipped_steps")),
-        number(_last(run, "vetoed_steps")),
-        number(_last(run, "tokens_per_s")),
+        number(last(run, "skipped_steps")),
+        number(last(run, "vetoed_steps")),
+        number(last(run, "tokens_per_s")),
     ]
-    swatch = f'<span class="swatch" style="background:var(--run-{index % 8})"></span>'
-    return f"<tr><th scope=row>{swatch}{escape(run.label)}</th>{_cells(cells)}</tr>"
+    swatch = f'<span class="swatch" style="background:var(--run-{slot % SLOTS})"></span>'
+    # On a narrow screen each cell is a line of its own, with its head.
+    told = "".join(
+        f'<td data-head="{escape(head)}">{escape(cell)}</td>' for head, cell in zip(heads[1:], cells, strict=True)
+    )
+    return f"<tr><th scope=row>{swatch}{escape(run.label)}</th>{told}</tr>"
+
+
+def colours(runs: Sequence[Run]) -> list[int]:
+    """Return each run's place in the palette: the first run of a known method has its own, others what is free."""
+    found: dict[int, int] = {}
+    for i, run in enumerate(runs):
+        own = next((METHODS[name] for name in (run.name, run.header.get("class")) if name in METHODS), None)
+        if own is not None and own not in found.values():
+            found[i] = own
+    free = (slot for slot in count() if slot not in found.values())
+    return [found[i] if i in found else next(free) for i in range(len(runs))]
 
 
 def planned_steps(run: Run) -> int | None:
@@ -87,7 +122,8 @@ def planned_steps(run: Run) -> int | None:
     return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
 
 
-def _last(run: Run, key: str) -> float | None:
+def last(run: Run, key: str) -> float | None:
+    """Return the last number recorded of a key."""
     values = run.get(key).values
     return values[-1] if values else None
 
