@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from html import escape
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from .read import Run
@@ -35,6 +35,8 @@ METHODS = {
     "AveragedAdamW": 6,
 }
 """Places in page.css's palette that are those of ``pictures.METHODS``, by what runs and their classes are called."""
+OTHERS = (2, 7)
+"""Places that belong to none of them."""
 MOST_GROUPS = 4
 """Of the parameter groups at most so many are compared."""
 
@@ -111,8 +113,10 @@ def colours(runs: Sequence[Run]) -> list[int]:
         own = next((METHODS[name] for name in (run.name, run.header.get("class")) if name in METHODS), None)
         if own is not None and own not in found.values():
             found[i] = own
-    free = (slot for slot in count() if slot not in found.values())
-    return [found[i] if i in found else next(free) for i in range(len(runs))]
+    for i in range(len(runs)):
+        if i not in found:
+            found[i] = next(slot for slot in chain(OTHERS, count()) if slot not in found.values())
+    return [found[i] for i in range(len(runs))]
 
 
 def planned_steps(run: Run) -> int | None:

@@ -28,11 +28,10 @@ class Verdict(NamedTuple):
 
 def section(runs: Sequence[Run]) -> str:
     """Return the page's list of all verdicts; a sentence where there are none."""
-    base = baseline(runs)
     items = [
         f'<li class="{each.kind}">{MARKS[each.kind]} <b>{escape(run.label)}</b> {escape(each.text)}</li>'
         for run in runs
-        for each in judge(run, base)
+        for each in judge(run, baseline(run, runs))
     ]
     return f'<ul class="verdicts">{"".join(items)}</ul>' if items else "<p>Nothing was recorded that can be judged.</p>"
 
@@ -42,7 +41,7 @@ def judge(run: Run, base: Run | None = None) -> list[Verdict]:
 
     Args:
         run: Whose record is judged.
-        base: The uncompressed run beside it; None if there is none, or not just one.
+        base: What it is compared with, as ``baseline`` finds it.
     """
     found = [_loss(run), _bytes(run), *_interruptions(run), _trend(run)]
     if base is not None and base is not run:
@@ -50,10 +49,11 @@ def judge(run: Run, base: Run | None = None) -> list[Verdict]:
     return [each for each in found if each is not None]
 
 
-def baseline(runs: Sequence[Run]) -> Run | None:
-    """Return the one run that has compressed nothing; None if there are none, or several."""
-    found = [run for run in runs if run.phases == ["uncompressed"]]
-    return found[0] if len(found) == 1 else None
+def baseline(run: Run, runs: Sequence[Run]) -> Run | None:
+    """Return the one run of the same folder, or else of all, that has compressed nothing; None if there is not one."""
+    found = [each for each in runs if each.phases == ["uncompressed"]]
+    beside = [each for each in found if each.folder == run.folder]
+    return next((some[0] for some in (beside, found) if len(some) == 1), None)
 
 
 def saving(run: Run) -> float | None:
@@ -78,7 +78,7 @@ def _bytes(run: Run) -> Verdict | None:
     sent = in_bytes(last(run, "bytes_total"))
     if fewer < SAVES:
         return Verdict("bad", f"sent {sent}, no fewer bytes than float32 gradients would have taken.")
-    return Verdict("good", f"sent {sent}, {number(fewer, 3)} times fewer than float32 gradients would have taken.")
+    return Verdict("good", f"sent {sent}, {number(fewer, 3)} times less than float32 gradients would have taken.")
 
 
 def _interruptions(run: Run) -> list[Verdict]:
