@@ -194,7 +194,7 @@ def test_the_site_leads_through_every_page():
 
 def test_messages_that_a_page_quotes_are_those_that_users_see():
     """docs/when.md is looked up by what an error or a warning says."""
-    folders = (ROOT / "fusedonebit", ROOT / "comm")
+    folders = (ROOT / "fusedonebit", ROOT / "comm", ROOT / "triton_kernels")
     sources = "".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
     text = re.sub(r"`[^`\n]+`", "", (ROOT / "docs/when.md").read_text())
