@@ -26,6 +26,8 @@ RESULTS = Path(__file__).with_name("results") / "marsit"
 PAGE = DOCS / "marsit.md"
 PICTURE = PAGE.with_suffix(".png")
 MEGABITS, HOSTS = 100.0, 4
+SHADES = ("#222222", "#8a8a8a", "#c4c4c4")
+"""Of tasks: colours are for methods."""
 WORKERS = 8
 
 METHODS = {
@@ -222,7 +224,7 @@ def _draw_signs(axis: Axes, signs: Mapping[str, Mapping[str, float]]) -> None:
     width = 0.8 / len(signs)
     for i, (task, found) in enumerate(signs.items()):
         places = [k - 0.4 + width * (i + 0.5) for k in range(len(found))]
-        axis.bar(places, list(found.values()), width * 0.9, label=task)
+        axis.bar(places, list(found.values()), width * 0.9, label=task, color=SHADES[i])
     methods = list(next(iter(signs.values())))
     axis.axhline(50, color="black", linestyle="--", linewidth=0.8)
     axis.annotate("a coin", (len(methods) - 0.55, 50.5), fontsize=8, ha="right")
@@ -238,7 +240,7 @@ def _draw_every(axis: Axes, runs: Sequence[Record]) -> None:
         values = [mean_and_spread([r["metric"] for r in of(runs, task, optimizer)]) for optimizer in EVERY]
         places = [k + 0.12 * (shift - 0.5) for k in range(len(EVERY))]
         means, spreads = zip(*values, strict=True)
-        axis.errorbar(places, means, spreads, fmt="o", capsize=3, label=task)
+        axis.errorbar(places, means, spreads, fmt="o", capsize=3, label=task, color=SHADES[shift])
     labels = [f"K = {k}\n{bits(of(runs, 'vgg', optimizer)):.2f} bits" for optimizer, k in EVERY.items()]
     axis.set_xticks(range(len(EVERY)), labels, fontsize=8)
     axis.set(ylabel="held-out accuracy, %")

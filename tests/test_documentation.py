@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import pytest
 import test_start
 import torch
+import yaml
 from launched import launched
 
 from fusedonebit.apps import cli
@@ -203,6 +204,17 @@ def test_messages_that_a_page_quotes_are_those_that_users_see():
     assert [each for each in quoted if each.lower() not in sources.lower()] == []
 
 
+def test_the_papers_are_cited_in_full():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert cited["license"] in (ROOT / "README.md").read_text()
+    papers = {(paper["authors"][0]["family-names"], paper["year"]) for paper in cited["references"]}
+    sources = (ROOT / "docs/reference.md").read_text().split("## Sources")[1]
+    named = re.findall(r"\((\w+) (?:et al\.|& \w+), (?:\w+ )?(\d{4})\)", sources)
+    assert len(named) == 7
+    assert {(name, int(year)) for name, year in named} == papers
+
+
 # ---------------------------------------------------------------- programs
 
 
@@ -336,8 +348,9 @@ def test_a_command_is_understood_by_what_it_calls(
             monkeypatch.setenv("WORLD_SIZE", given.nproc_per_node)
             check_fusedonebit(given.training_script_args, monkeypatch)
         elif given.training_script != "train.py":  # which is what the page has the reader write
-            assert (ROOT / given.training_script).is_file()
-            assert given.training_script.startswith("examples/")  # which have tests of their own
+            script = given.training_script.removeprefix(f"{CLONE}/")
+            assert (ROOT / script).is_file()
+            assert script.startswith("examples/")  # which have tests of their own
     elif name == "python":
         assert arguments[0] == "-m", command
         check_module(arguments[1], arguments[2:], monkeypatch)
