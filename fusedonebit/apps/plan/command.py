@@ -89,11 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .tables import show
 
-    plan = _plan(arguments)
+    plan, console = _plan(arguments), Console(highlight=False)
+    show(plan, console)  # before the picture, which takes seconds
     absent = missing("matplotlib")
     picture = f"a picture needs {absent}" if absent else f"picture: {_draw(plan, Path(arguments.out))}"
-    console = Console(highlight=False)
-    show(plan, console)
     console.print(picture, soft_wrap=True)
     return 0
 

@@ -18,7 +18,7 @@ DESCRIPTION = (
     "Make one self-contained HTML page, which opens offline, of one or several runs: losses, phases, bytes, "
     "compression error, layers over time, settings and versions."
 )
-PATIENCE = 2.0
+PATIENCE = 0.8
 """Seconds after which progress is shown."""
 
 NAME = "report.html"

@@ -105,13 +105,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     alone = len(rows) == 1
     for column in ("optimizer", "steps", "bits after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=column == "optimizer")
-    for column in (
-        f"against {rows[0]['optimizer']}",
-        "bytes/step",
-        "bytes in all",
-        "fp32 / sent",
-        *["tokens/s"] * alone,
-    ):
+    against = [] if alone else [f"against {rows[0]['optimizer']}"]
+    for column in (*against, "bytes/step", "bytes in all", "fp32 / sent", *["tokens/s"] * alone):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -120,7 +115,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
             "-" if row["freeze_step"] is None else str(row["freeze_step"]),
             f"{row['train_loss']:.4f}",
             "-" if row["held_out_loss"] is None else f"{row['held_out_loss']:.4f}",
-            "-" if row["against_first"] is None else f"{row['against_first']:+.1%}",
+            *["-" if row["against_first"] is None else f"{row['against_first']:+.1%}"] * (not alone),
             _bytes(row["bytes_step"]),
             _bytes(row["bytes_total"]),
             "-" if row["ratio"] is None else f"{row['ratio']:.1f}x",
