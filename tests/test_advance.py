@@ -307,5 +307,5 @@ def test_lions_share_of_the_gradient_is_negative_where_it_maximises():
     p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = OneBitLion([{"params": [p]}, {"params": [q], "maximize": True}], betas=(0.9, 0.75))
     assert optimizer.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
-    adam = OneBitAdam([{"params": [q], "maximize": True}], betas=(0.9, 0.75), **objects())
+    adam = OneBitAdam([{"params": [q], "maximize": True}], betas=(0.5, 0.75), **objects())
     assert adam.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]

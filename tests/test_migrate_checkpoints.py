@@ -166,6 +166,7 @@ def test_a_later_freeze_warms_up_on():
     assert optimizer.plain_state()["variance_step"] == 5  # as its config says
 
 
+@pytest.mark.filterwarnings("ignore:step.. found no gradient")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["engine", "file", "tag", "latest", "wrapper"])
 def test_every_form_of_a_16_bit_checkpoint_loads(dtype, form, tmp_path):

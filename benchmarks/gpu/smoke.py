@@ -84,11 +84,11 @@ class Run:
         self.optimizer = OPTIMIZERS[name](self.params, lr=LR, process_group=Alike(WORLD_SIZE), **options)
 
     def refill(self, step: int) -> None:
-        """Put this step's gradients where those before were: graphs read the same memory again."""
+        """Put this step's gradients where those before were, cleared first: graphs read the same memory again."""
         generator = torch.Generator().manual_seed(step + 1)
         for i, p in enumerate(self.params):
             assert p.grad is not None
-            p.grad.copy_(torch.randn(p.shape, generator=generator) * 10.0 ** (i % 4 - 2))
+            p.grad.zero_().copy_(torch.randn(p.shape, generator=generator) * 10.0 ** (i % 4 - 2))
 
     def train(self, first: int, last: int, take: Callable[[int], Any] | None = None) -> list[Tensor]:
         """Take the steps from ``first`` to ``last``; return copies of the parameters."""

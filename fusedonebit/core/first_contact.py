@@ -61,7 +61,7 @@ def introduce(optimizer: Keeper, chosen: Sequence[str], process_group: Ranks) ->
         return
     for group in optimizer.param_groups:
         beta1, beta2 = map(float, group.get("betas", (0.0, 0.0)))
-        if beta1 > beta2:
+        if "eps" in group and beta1 > beta2:  # Lion, which has none, has no variance either
             warn(
                 f"betas[0], the momentum's, is larger than the variance's: got ({beta1:g}, {beta2:g}); did you mean "
                 f"({beta2:g}, {beta1:g})?"
