@@ -57,10 +57,10 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
     fine = rules.counts(g, k)
     if found is not None:
         m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
-    kept_m = io.store_kept(exp_avg, octaves, drawn, b, i, m, True, BLOCK_SIZE)
-    kept_v = io.store_kept(exp_avg_sq, of_v, drawn, b, i, v, False, BLOCK_SIZE)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
+    kept_m = io.store_kept(exp_avg, octaves, drawn, b, i, m, True, BLOCK_SIZE)
+    kept_v = io.store_kept(exp_avg_sq, of_v, drawn, b, i, v, False, BLOCK_SIZE)
     if AS_KEPT:
         m, v = kept_m, kept_v
     return m, v, fine
