@@ -204,3 +204,37 @@ def test_what_does_not_count_stays_as_it_is_on_all_backends(name, skip):
         return with_uncounted(p, made)
 
     assert_equal_backends(name, make)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_part_of_the_index_space_is_updated_as_the_whole_is(coded):
+    """Of three tensors the last two, by views: random bits are those of their places in the whole."""
+    sizes, block = (300, 1100, 129), 128
+
+    def make(whole: bool) -> tuple:
+        p = Problem(sizes, 1, block, masks={1: torch.arange(1100) % 7 > 0}, dtype=torch.bfloat16)
+        p.exp_avg_sq.mul_(p.live_mask)
+        blocks, correction = p.layout.n_blocks, torch.full((p.layout.numel,), 5, dtype=torch.int8)
+        octaves = (torch.zeros(2, blocks, dtype=torch.uint8),) if coded else ()
+        p.compensated, p.exp_avg_sq = (
+            in_fewer_bits(x, *(tops[i] for tops in octaves), signed=i == 0)
+            for i, x in enumerate((p.compensated, p.exp_avg_sq))
+        )
+        grads = p.layout.cut(p.normal(p.layout.numel))
+        at = 0 if whole else p.layout.first_block[1]
+        flat, these, parts = slice(at * block, None), slice(at, None), slice(int(not whole), None)
+        first = (p.params[parts], grads[parts], sizes[parts], block, p.compensated[flat], p.exp_avg_sq[flat])
+        where = (p.coef[parts], p.block_tensor[these] - int(not whole), p.table.bits, p.table.row[these])
+        zero, drawn = torch.zeros(1, dtype=torch.int32), torch.tensor(77)
+        how = (zero, None, drawn, *p.flags_found(), drawn, *([octaves[0][:, these]] if coded else [None]))
+        return *first, *where, *how, correction[flat], at
+
+    assert_equal_backends("adam_update", lambda: make(False))
+    whole, part = make(True), make(False)
+    ops.adam_update(*whole)
+    ops.adam_update(*part)
+    after = part[-1] * block
+    assert all(map(torch.equal, whole[0][1:], part[0]))
+    for at in (4, 5, 17):  # both moments and the correction
+        assert torch.equal(whole[at][after:], part[at])

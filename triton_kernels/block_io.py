@@ -324,10 +324,13 @@ def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
-    """16 random bits for each element's moments, of the updates done."""
-    half = BLOCK_SIZE // 2
-    words = random_words(drawn, b, i % half, BLOCK_SIZE)
-    return rules.half_of(rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
+    """16 random bits for each element's moments, of the updates done; ``drawn`` points at them, or is None."""
+    if drawn is None:
+        return None
+    else:
+        half = BLOCK_SIZE // 2
+        words = random_words(drawn, b, i % half, BLOCK_SIZE)
+        return rules.half_of(rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
 
 
 @jit()
@@ -349,14 +352,13 @@ def load_kept(kept, octaves, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 
 @jit()
-def store_kept(kept, octaves, drawn, b, i, x, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Keeps a block of x, rounded stochastically unless in float32; returns what is kept, in float32."""
+def store_kept(kept, octaves, bits, b, i, x, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Keeps a block of x, rounded by random bits unless in float32; returns what is kept, in float32."""
     if octaves is not None:
-        bits = moment_bits(drawn, b, i, BLOCK_SIZE)
         code, octave = store_codes(x, kept + b * BLOCK_SIZE + i, octaves + b, bits, SIGNED, not SIGNED)
         return decoded(code, octave, SIGNED)
     elif kept.dtype.element_ty == tl.bfloat16:
-        narrow = carried(x, moment_bits(drawn, b, i, BLOCK_SIZE), tl.bfloat16)
+        narrow = carried(x, bits, tl.bfloat16)
         tl.store(kept + b * BLOCK_SIZE + i, narrow)
         return narrow.to(tl.float32)
     else:

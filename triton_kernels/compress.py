@@ -53,7 +53,7 @@ def momentum_compress_kernel(
     if worker_sq is not None:
         of_squares = io.row_of(octaves, octaves_stride, OWN)
         own = rules.followed(io.load_kept(worker_sq, of_squares, b, i, False, BLOCK_SIZE), g, k)
-        io.store_kept(worker_sq, of_squares, drawn, b, i, own, False, BLOCK_SIZE)
+        io.store_kept(worker_sq, of_squares, io.moment_bits(drawn, b, i, BLOCK_SIZE), b, i, own, False, BLOCK_SIZE)
         if exp_avg_sq is not None:
             v = rules.shared_or_own(v, own)
     if exp_avg_sq is not None:
@@ -67,7 +67,7 @@ def momentum_compress_kernel(
     bad = io.any_of(~finite)  # here: no register holds it further
     if bad != 0:
         tl.atomic_or(found, io.NONFINITE)
-    c = io.store_kept(compensated, octaves, drawn, b, i, c, True, BLOCK_SIZE)
+    c = io.store_kept(compensated, octaves, io.moment_bits(drawn, b, i, BLOCK_SIZE), b, i, c, True, BLOCK_SIZE)
     if IN_PLACE:
         tl.debug_barrier()  # all warps have read the last step's
     io.store_bits(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), plane, c, TERNARY)

@@ -35,16 +35,19 @@ class Tile(NamedTuple):
     numel: int  # padding included
     start: int  # flat index
     spans: tuple[Span, ...]  # of tensors
+    first: int = 0  # what is added to flat indices of which random bits are made
 
 
 def tiles(
-    sizes: Sequence[int], chunks: int, block_size: int, device: torch.device, blocks: int = 0
+    sizes: Sequence[int], chunks: int, block_size: int, device: torch.device, blocks: int = 0, first: int = 0
 ) -> tuple[Tile, ...]:
     """Returns the tiles of a layout, in order; none crosses a chunk boundary.
 
-    ``blocks`` is how many it has where it may be longer than its tensors need: boundaries follow from that.
+    ``blocks`` is how many it has where it may be longer than its tensors need: boundaries follow from that. ``first``
+    is which of a longer layout its first block is.
     """
-    return _tiles(tuple(sizes), chunks, block_size, blocks, TILE_NUMEL.get(device.type, 1 << 22))
+    found = _tiles(tuple(sizes), chunks, block_size, blocks, TILE_NUMEL.get(device.type, 1 << 22))
+    return tuple(tile._replace(first=first * block_size) for tile in found) if first else found
 
 
 @lru_cache(maxsize=16)
@@ -260,7 +263,8 @@ def moment_bits(drawn: Tensor, tile: Tile, block_size: int) -> Tensor:
 
 
 def _index_and_seed(done: Tensor, tile: Tile, block_size: int) -> tuple[Tensor, Tensor]:
-    index = torch.arange(tile.start, tile.start + tile.numel, device=done.device).view(-1, block_size)
+    start = tile.start + tile.first
+    index = torch.arange(start, start + tile.numel, device=done.device).view(-1, block_size)
     return index & rules.WORD, rules.block_seed(index[:, :1] >> 32, done & rules.WORD)
 
 

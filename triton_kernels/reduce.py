@@ -163,7 +163,7 @@ def server_reduce_kernel(
         c = c + total
     c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     if compensated is not None:
-        c = io.store_kept(compensated, octaves, drawn, b, i, c, True, BLOCK_SIZE)
+        c = io.store_kept(compensated, octaves, io.moment_bits(drawn, b, i, BLOCK_SIZE), b, i, c, True, BLOCK_SIZE)
     io.store_partials(partials, partials_stride, b, c, TERNARY)
     io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY, HALVES=True)
 

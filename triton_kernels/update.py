@@ -29,10 +29,9 @@ from .op import (
 
 
 @jit()
-def moved_kernel(place, rounding, b, i, update, k, mask, row, fine, correction,
+def moved_kernel(place, words, b, i, update, k, mask, row, fine, correction,
                  PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Moves the elements of a block that count, and are ``fine`` if that is given; returns where to, unrounded."""
-    words = io.random_words(rounding, b, i, BLOCK_SIZE)
     before = io.load_master(place, b, i, correction, mask, row, PARAMS, BLOCK_SIZE)
     x = rules.moved(before, update, k)
     if fine is not None:
@@ -42,8 +41,8 @@ def moved_kernel(place, rounding, b, i, update, k, mask, row, fine, correction,
 
 
 @jit()
-def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums, found, drawn, b, i, k, mask, row,
-                   AS_KEPT: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums, found, drawn, first, b, i, k, mask,
+                   row, AS_KEPT: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Updates m and v of a block, and the sum of v where asked; returns both, and which gradients count.
 
     Where there is ``found``, elements whose gradient does not keep both. AS_KEPT: returns what is kept of both, which
@@ -59,8 +58,9 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
         m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
-    kept_m = io.store_kept(exp_avg, octaves, drawn, b, i, m, True, BLOCK_SIZE)
-    kept_v = io.store_kept(exp_avg_sq, of_v, drawn, b, i, v, False, BLOCK_SIZE)
+    bits = io.moment_bits(drawn, b + first, i, BLOCK_SIZE)
+    kept_m = io.store_kept(exp_avg, octaves, bits, b, i, m, True, BLOCK_SIZE)
+    kept_v = io.store_kept(exp_avg_sq, of_v, bits, b, i, v, False, BLOCK_SIZE)
     if AS_KEPT:
         m, v = kept_m, kept_v
     return m, v, fine
@@ -108,7 +108,8 @@ def apply_momentum_kernel(
                 update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
             mask = io.counting(live, row, i, BLOCK_SIZE)
             place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-            x = moved_kernel(place, rounding, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
+            words = io.random_words(rounding, b, i, BLOCK_SIZE)
+            x = moved_kernel(place, words, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
             if x_squares is not None:
                 io.store_norm(x_squares, b, io.only_active(x, mask, row))
         if digest is not None:  # at the end: no load waits for this sum
@@ -189,7 +190,7 @@ def apply_momentum(
 @jit()
 def adam_update_kernel(
     params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, rounding, found, found_before, drawn, octaves, octaves_stride, correction,
+    exp_avg_sq_sums, rounding, found, found_before, drawn, octaves, octaves_stride, correction, first,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: x and its correction twice, g, 8, 4 or 2 for m and for v."""
@@ -201,14 +202,15 @@ def adam_update_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn
+        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn, first
         m, v, fine = moments_kernel(*moments, b, i, k, mask, row, False, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+        words = io.random_words(rounding, b + first, i, BLOCK_SIZE)
         if found is None:
-            moved_kernel(place, rounding, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
+            moved_kernel(place, words, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
         else:
-            moved_kernel(place, rounding, b, i, update, k, mask, row, fine, correction, PARAMS, BLOCK_SIZE)
+            moved_kernel(place, words, b, i, update, k, mask, row, fine, correction, PARAMS, BLOCK_SIZE)
         tell_kernel(found, fine)
 
 
@@ -221,7 +223,7 @@ def adam_update(
     coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
     found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
-    correction: Correction | None = None,
+    correction: Correction | None = None, first: int = 0,
 ) -> None:  # fmt: skip
     """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -238,12 +240,13 @@ def adam_update(
         drawn: int64 [], the updates done, with which moments that are not float32 are rounded stochastically: to
             nearest, v would stand still. None: they are float32.
         octaves: uint8 [2, B], written: of each block, where codes of m and of v lie; None: there are no codes.
+        first: Which of a longer index space's blocks the first one is: random bits are those of its place there.
     """
     if found_before is not None:
         found_before.zero_()
     if skip:
         return
-    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+    for tile in tiles(sizes, 1, block_size, exp_avg.device, first=first):
         k = coef[block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
         m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k)

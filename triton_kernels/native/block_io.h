@@ -298,20 +298,20 @@ static void restore(float *restrict x, struct correction of, int64_t b, int64_t 
     memcpy(x, u, n * sizeof *u);
 }
 
-/* Does as store_user, and keeps what rounding to bfloat16 loses. */
-static void store_master(struct place at, const float *restrict x, int64_t b, const int64_t *rounding,
+/* Does as store_user, whose random bits are those of block `drawn`, and keeps what rounding to bfloat16 loses. */
+static void store_master(struct place at, const float *restrict x, int64_t b, int64_t drawn, const int64_t *rounding,
                          struct correction of, const uint8_t *restrict live, int64_t row, int64_t n)
 {
     uint32_t u[MOST], more[MOST];
     uint16_t upper[MOST];
     int16_t low[MOST];
-    if (!at.base || at.kind != BF16) {
-        store_user(at, x, b, rounding, live, row, n);
+    if (!of.base || !at.base || at.kind != BF16) {
+        store_user(at, x, drawn, rounding, live, row, n);
         return;
     }
     memcpy(u, x, n * sizeof *u);
     if (!of.is_int16) {
-        carries(more, x, b, rounding, n);
+        carries(more, x, drawn, rounding, n);
         for (int64_t i = 0; i < n; i++)
             u[i] = with_24_bits(u[i], more[i]);
     }

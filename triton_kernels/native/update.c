@@ -5,8 +5,9 @@
 
 #define EACH_MOVING_BLOCK(b) for (int64_t b = begin; b < end; b++) if (!*skip && live_row[b] != EMPTY)
 
-/* Moves the elements of a block that count; where there is `squares` it becomes their sum, of where to. */
-static void move(struct place at, const float *restrict update, int64_t b, const int64_t *rounding,
+/* Moves the elements of a block that count, with random bits of block `drawn`; where there is `squares` it becomes
+   their sum, of where to. */
+static void move(struct place at, const float *restrict update, int64_t b, int64_t drawn, const int64_t *rounding,
                  struct correction correction, const uint8_t *live, int64_t row, float *squares, int64_t n)
 {
     float room[MOST], *x = is_plain(at, row) ? (float *)at.base + at.start : room;
@@ -23,10 +24,8 @@ static void move(struct place at, const float *restrict update, int64_t b, const
         only_live(x, live, row, n); /* a plain block's are all */
         *squares = norm_of(x, n);
     }
-    if (x == room && correction.base)
-        store_master(at, x, b, rounding, correction, live, row, n);
-    else if (x == room)
-        store_user(at, x, b, rounding, live, row, n);
+    if (x == room)
+        store_master(at, x, b, drawn, rounding, correction, live, row, n);
 }
 
 /* Moves a block by what bits stand for, over the denominators where there is v, in one pass. */
@@ -122,7 +121,7 @@ KERNEL(apply_momentum)
             if (v)
                 precondition(update, update, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
             struct correction of = {correction, correction_kind};
-            move(at, update, b, rounding, of, live, live_row[b], x_squares ? x_squares + b : NULL, BLOCK_SIZE);
+            move(at, update, b, b, rounding, of, live, live_row[b], x_squares ? x_squares + b : NULL, BLOCK_SIZE);
             continue;
         }
         float *x = (float *)at.base + at.start;
@@ -169,12 +168,12 @@ static int32_t move_by_gradient(float *restrict x, float *restrict m, float *res
     return any_of(bad);
 }
 
-/* Writes back moments that were widened, rounded by bits that are drawn for their elements. */
+/* Writes back moments that were widened, rounded by bits that are drawn for the elements of block `drawn`. */
 static void narrow_moments(void *exp_avg, void *exp_avg_sq, uint8_t *octaves, int64_t stride, const float *m,
-                           const float *v, int64_t b, int64_t done, int64_t n)
+                           const float *v, int64_t b, int64_t drawn, int64_t done, int64_t n)
 {
     uint32_t word[MOST / 2];
-    moment_words(word, b, done, n);
+    moment_words(word, drawn, done, n);
     if (octaves) {
         store_moment((uint8_t *)exp_avg + b * n, octaves + b, m, word, 1, n);
         store_moment((uint8_t *)exp_avg_sq + b * n, octaves + stride + b, v, word, 0, n);
@@ -207,11 +206,11 @@ static inline void move_line(float *restrict x, uint16_t *restrict m, uint16_t *
 
 /* `move_by_gradient` on moments in bfloat16, two lines half a block apart at a time. */
 static int32_t move_and_narrow(float *restrict x, void *exp_avg, void *exp_avg_sq, const float *restrict g,
-                               const float *row, int64_t b, int64_t done, int64_t n)
+                               const float *row, int64_t b, int64_t drawn, int64_t done, int64_t n)
 {
     int32_t bad[LINE] = {0};
     uint16_t *m = (uint16_t *)exp_avg + b * n, *v = (uint16_t *)exp_avg_sq + b * n;
-    uint64_t first = (uint64_t)b * n;
+    uint64_t first = (uint64_t)drawn * n;
     uint32_t seed = block_seed(first >> 32, done), word[LINE];
     KEEP(k, row);
     EACH_LINE(i, n / 2) {
@@ -241,7 +240,7 @@ KERNEL(adam_update)
         float *v = exp_avg_sq_kind == FP32 && !octaves ? (float *)exp_avg_sq + b * BLOCK_SIZE : wide_v;
         if (found && !exp_avg_sq_sums && !octaves && is_plain(at, live_row[b])) {
             float *x = (float *)at.base + at.start;
-            int32_t bad = drawn ? move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, *drawn, BLOCK_SIZE)
+            int32_t bad = drawn ? move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, b + first, *drawn, BLOCK_SIZE)
                                 : move_by_gradient(x, m, v, g, at.k, BLOCK_SIZE);
             if (bad)
                 __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
@@ -256,10 +255,10 @@ KERNEL(adam_update)
         }
         moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
         if (drawn)
-            narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, *drawn, BLOCK_SIZE);
+            narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, b + first, *drawn, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
         struct correction of = {correction, correction_kind};
-        move(at, update, b, rounding, of, moving.live, moving.row, NULL, BLOCK_SIZE);
+        move(at, update, b, b + first, rounding, of, moving.live, moving.row, NULL, BLOCK_SIZE);
     }
 }
 
@@ -318,7 +317,7 @@ KERNEL(lamb_move)
         const float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide_v, BLOCK_SIZE);
         precondition(update, m, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         struct correction none = {NULL, 0};
-        move(at, update, b, rounding, none, live, live_row[b], NULL, BLOCK_SIZE);
+        move(at, update, b, b, rounding, none, live, live_row[b], NULL, BLOCK_SIZE);
     }
 }
 
