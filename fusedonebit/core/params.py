@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CORRECTIONS: dict[bool | str, torch.dtype] = {"8bit": torch.int8, "16bit": torch.int16}
 """In what ``master_weights`` keeps what bfloat16 parameters lack of masters."""
+ALL = slice(None)
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # For ``map``, whose loop is not Python's.
 _GRAD, _REQUIRES_GRAD = map(operator.attrgetter, ("grad", "requires_grad"))
@@ -191,24 +192,32 @@ class ParameterList:
 
     def _each_usable(self, given: Sequence[Tensor], nothing: Tensor) -> Listed:
         """Do what ``usable`` does, one gradient after the other; take what they are like if none was changed."""
-        grads = []
-        for i, (p, g) in enumerate(zip(self.params, given, strict=True)):
-            if g.numel() == 0:
-                grads.append(nothing)
-                continue
-            strange = g.layout is not torch.strided or g.shape != p.shape or g.device != p.device
-            if strange or g.dtype not in SUPPORTED_DTYPES:
-                _refuse_gradient(g, p, self.names[i])
-            if not g.data_ptr():
-                raise RuntimeError(f"the gradient of {self.names[i]} has no memory: its storage was freed or resized")
-            if g.stride() != self._strides[i]:
-                g = torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
-            grads.append(g)
+        grads = [self._usable(i, g, nothing) for i, g in enumerate(given)]
         listed = Listed.of(grads)
         if all(map(operator.is_, grads, given)):
             self._of_gradients.take([g for g in grads if g is not nothing])
             self._gradient_facts = listed.facts
         return listed
+
+    def usable_of(self, members: slice, nothing: Tensor) -> Listed:
+        """Do what ``usable`` does, with the gradients that some parameters have now."""
+        self._check_unchanged()
+        which = range(len(self))[members]
+        return Listed.of([self._usable(i, self.gradient(i, nothing), nothing) for i in which])
+
+    def _usable(self, i: int, g: Tensor, nothing: Tensor) -> Tensor:
+        """Return the gradient of parameter ``i``, in the memory order of ``dense``, if it can be used."""
+        p = self.params[i]
+        if g.numel() == 0:
+            return nothing
+        strange = g.layout is not torch.strided or g.shape != p.shape or g.device != p.device
+        if strange or g.dtype not in SUPPORTED_DTYPES:
+            _refuse_gradient(g, p, self.names[i])
+        if not g.data_ptr():
+            raise RuntimeError(f"the gradient of {self.names[i]} has no memory: its storage was freed or resized")
+        if g.stride() == self._strides[i]:
+            return g
+        return torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
 
     def _as_before(self) -> bool:
         """Return whether all parameters lie where they did, and the same ones train."""
@@ -377,12 +386,15 @@ class ParameterList:
             self.dense[i].copy_(self._refreshed(i))
         self._seen = self._versions()
 
-    def after_update(self) -> None:
-        """Write the dense copies back."""
+    def after_update(self, members: slice = ALL) -> None:
+        """Write the dense copies back, those of some parameters."""
+        which = range(len(self))[members]
         for i in self._staged:
-            self._targets[i].copy_(self.dense[i])
-        if self.masters:
-            torch._foreach_copy_([self._targets[i] for i in self.masters], [self.dense[i] for i in self.masters])
+            if i in which:
+                self._targets[i].copy_(self.dense[i])
+        masters = [i for i in self.masters if i in which]
+        if masters:
+            torch._foreach_copy_([self._targets[i] for i in masters], [self.dense[i] for i in masters])
             self._seen = self._versions()
 
     def shaped(self, flat: Tensor, i: int, offset: int) -> Tensor:

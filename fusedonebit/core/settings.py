@@ -150,6 +150,11 @@ class Wire:
         capturable: Steps can be captured in CUDA graphs in the compression stage, of one rank's ``AdamW`` and ``Lamb``
             always; learning rates become tensors on the device, which schedulers fill in place, and are no longer
             compared between ranks. A living variance is renewed in steps between replays: take one in each 50.
+        release_gradients: For ``AdamW`` on one rank alone: update parameters in the backward pass, a 32nd of them at a
+            time, as soon as their gradients are there, and free those. ``step()`` then ends the update; the result is
+            the same, bit for bit. Set learning rates before the backward pass. All but the last of several backward
+            passes before a step belong in ``with optimizer.no_sync()``, in which gradients accumulate. After the
+            backward pass there is nothing left to clip, scale or drop.
     """
 
     hierarchy: DeviceMesh | tuple[Any, Any] | None = None
@@ -159,6 +164,7 @@ class Wire:
     block_size: int | None = None
     broadcast_parameters: bool = False
     capturable: bool = False
+    release_gradients: bool = False
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""

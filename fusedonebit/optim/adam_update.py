@@ -15,5 +15,6 @@ class AdamUpdate(NarrowState):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
-        how = self._rounding, *(found or (None, None)), self._drawn_moments, self.octaves, self.parameters.correction
+        flag, before = found or (None, None)
+        how = self._rounding, flag, before, self._drawn_moments, self.octaves, self.parameters.correction
         adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)

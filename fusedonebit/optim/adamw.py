@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from ..comm import Flag
+from ..core.scaling import LossScale
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
+from ..triton_kernels import adam_update
 from .adam_update import AdamUpdate
+from .release import Bucket, Release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +23,21 @@ class AdamWOptions(Options):
     """Settings of ``AdamW``."""
 
     bias_correction: bool = True
-    takes: ClassVar = Options.takes - {"eps_inside_sqrt"} | {"state"}
+    takes: ClassVar = Options.takes - {"eps_inside_sqrt"} | {"state", "release_gradients"}
     told: ClassVar = (*Options.told, "state")
+
+    def check(self) -> None:
+        """See ``Options``; also refuse what needs all gradients at once, where each is freed when it was used."""
+        super().check()
+        if not self.release_gradients:
+            return
+        others = {"max_grad_norm": None, "nonfinite": "skip", "capturable": False}
+        for name, usual in others.items():
+            if (given := getattr(self, name)) != usual:
+                raise ValueError(
+                    f"{name} must be {usual!r} with Wire(release_gradients=True), got {given!r}: gradients are used "
+                    "and freed before all of them are there; leave out one of the two"
+                )
 
 
 class AdamW(AdamUpdate):
@@ -51,6 +71,8 @@ class AdamW(AdamUpdate):
 
     settings: ClassVar[type[Options]] = AdamWOptions
     compresses: ClassVar = False
+    _release: Release | None = None
+    _released_with: int = 0  # the tag of hyper-parameters
     reads_gradients: ClassVar = True
     corrects: ClassVar = True
 
@@ -71,3 +93,110 @@ class AdamW(AdamUpdate):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, max_grad_norm=max_grad_norm)
+
+    def build(self) -> None:
+        """See ``Keeper``."""
+        super().build()
+        if self._release is not None:
+            self._release.close()
+        self._release = Release(self) if self.options.release_gradients else None
+
+    def _check_shards(self) -> None:
+        super()._check_shards()
+        ranks = max(self.transport.world_size, self.shards.count)
+        if self.options.release_gradients and ranks > 1:
+            raise ValueError(
+                f"release_gradients must be False on several ranks, got True on {ranks}: they average gradients of all "
+                "parameters at once, in step(); leave the option out"
+            )
+
+    # ---------------------------------------------------------------- gradients that are released
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes in this context only accumulate, where gradients are released; the one after it does."""
+        return nullcontext() if self._release is None else self._release.paused()
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ``DistributedOptimizer``; RuntimeError where gradients that are to be dropped have been used."""
+        self._check_idle("zero_grad()")
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``DistributedOptimizer``; not between the backward pass and ``step`` where gradients are released."""
+        self._check_idle("add_param_group()")
+        super().add_param_group(param_group)
+
+    def _check_idle(self, what: str) -> None:
+        if self._release is not None:
+            self._release.check_idle(what)
+
+    def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
+        """See ``DistributedOptimizer``; where gradients are released it ends the step."""
+        if self._release is not None and any(value is not None for value in LossScale.of(self)):
+            raise RuntimeError(
+                "a GradScaler can't be used with Wire(release_gradients=True): gradients were used, and parameters "
+                "moved, before it has unscaled them; train in bfloat16 without one, or leave the option out"
+            )
+        super().take_step(given, params, checked)
+
+    def update_early(self, bucket: Bucket) -> None:
+        """Update a bucket in the backward pass; with the first one of a step that begins."""
+        assert self._release is not None
+        grads = self.parameters.usable_of(bucket.members, self.nothing)
+        if not self._release.done:
+            self.begin_step()
+            self.take_hyper_parameters()
+            self.coefficients.begin(renews=False)
+            self.parameters.before_update()
+        coef = self.coefficient_table()
+        if not self._release.done:
+            self._released_with = self.coefficients.tag
+        self._update_bucket(bucket, grads, coef, first=not self._release.done)
+        self.parameters.after_update(bucket.members)
+
+    def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:
+        """Do for one bucket what ``_update`` does for all of them; it is the ``first`` of its step, or not."""
+        members, blocks, elements, tables = bucket
+        if first:
+            self._found, self._found_before = self._found_before, self._found
+        places = self.layout.sizes[members], self.layout.block_size
+        where = tables.tensor, self.live.bits, self.live.row[blocks], self._no_flags
+        octaves = None if self.octaves is None else self.octaves[:, blocks]
+        correction = self.parameters.correction
+        correction = None if correction is None else correction[elements]
+        how: tuple[Any, ...] = (
+            None,
+            self._rounding,
+            self._found,
+            self._found_before,
+            self._drawn_moments,
+            octaves,
+            correction,
+            blocks.start,
+        )
+        m, v = self.exp_avg[elements], self.exp_avg_sq[elements]
+        adam_update(self.parameters.dense[members], grads, *places, m, v, coef[members], *where, *how)
+
+    def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """See ``AveragingOptimizer``. Where gradients are released, update what is left of them."""
+        release = self._release
+        if release is None:
+            return super()._update_alone(grads, coef, abort)
+        done = release.done
+        if done and self.coefficients.tag != self._released_with:
+            self._late_error = RuntimeError(
+                "hyper-parameters have changed between the backward pass and step(): with "
+                f"Wire(release_gradients=True) {len(done)} of {len(self.parameters)} parameters were updated with the "
+                "old ones. The step was taken; set them before the backward pass"
+            )
+        self._missing = tuple(i for i in self._missing if i not in done)
+        self._note_absent()
+        self._is_found = bool(done)
+        for bucket in () if abort else release.buckets:
+            theirs = grads[bucket.members]
+            if bucket.members.start not in done and any(map(Tensor.numel, theirs)):
+                self._update_bucket(bucket, theirs, self.coefficients.still(coef, self._absent), not self._is_found)
+                self._is_found = True
+        release.forget()
+        return torch.full_like(self._no_flags, int(Flag.ABORT)) if abort else self._no_flags

@@ -77,15 +77,19 @@ class AveragingOptimizer(DistributedOptimizer):
             return torch.full_like(self._no_flags, int(Flag.ABORT))
         agreed = self._agree(grads, coef, self.transport)
         hold = self._no_flags if agreed.hold is None else agreed.hold
-        if self._missing:  # here, so everywhere
-            bits = absence(self.layout, self._missing, self.device).bits
-            self._absent = absent_on_all(bits[None], len(self.layout.sizes), self._no_flags)
+        self._note_absent()
         found: tuple[Tensor | None, ...] = self._found_in_replays, None
         if not self._captures:
             self._found, self._found_before = self._found_before, self._found
             found = self._found, self._found_before
         self._update(grads, self.coefficients.still(agreed.coef, self._absent), hold, *found)
         return hold
+
+    def _note_absent(self) -> None:
+        """Take note of the tensors of which this rank, alone, has no gradient."""
+        if self._missing:
+            bits = absence(self.layout, self._missing, self.device).bits
+            self._absent = absent_on_all(bits[None], len(self.layout.sizes), self._no_flags)
 
     def _known(self, flags: Tensor) -> Tensor | int:
         """See ``DistributedOptimizer``. What was found in an update that was made comes with it."""

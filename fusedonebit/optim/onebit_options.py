@@ -45,7 +45,7 @@ class OneBitOptions(Options):
     warmup: int | float | None = None
     total_steps: int | None = None
 
-    takes: ClassVar = names_of(Numerics, Wire, Faults)
+    takes: ClassVar = names_of(Numerics, Wire, Faults) - {"release_gradients"}
     told: ClassVar = (*Options.told, "scale_norm", "scale_scope", "variance_floor", "state")
 
     @classmethod

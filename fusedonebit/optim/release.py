@@ -1,0 +1,168 @@
+"""Updates parameters in the backward pass, and frees their gradients: never are all of them there at once.
+
+torch's "optimizer step in the backward pass", but for a bucket of parameters at a time, and with a ``step`` that ends
+it: there the update is counted, and parameters are updated of whose bucket not all have a gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..core.params import ParameterList
+from ..triton_kernels import FlatLayout
+from ..triton_kernels.tables import BlockTables, tables_of
+
+BUCKETS = 32
+"""Into how many buckets parameters are cut, at most: about a 32nd of all gradients is there at once."""
+
+
+class Bucket(NamedTuple):
+    """Parameters one behind the other, which one launch updates."""
+
+    members: slice  # of all parameters
+    blocks: slice  # of the flat index space
+    elements: slice  # of the same
+    tables: BlockTables  # of this part of it
+
+
+def buckets_of(layout: FlatLayout, device: torch.device, count: int = BUCKETS) -> list[Bucket]:
+    """Cut a layout of one chunk at tensors, from its end on, into buckets of at least a ``count``-th of its blocks."""
+    first, size = layout.first_block, layout.block_size
+    least, end, found = -(-first[-1] // count), len(layout.sizes), []
+    for begin in range(end - 1, -1, -1):
+        if begin == 0 or first[end] - first[begin] >= least:
+            members, elements = slice(begin, end), slice(first[begin] * size, first[end] * size)
+            tables = tables_of(FlatLayout(layout.sizes[members], 1, size), device)
+            found.append(Bucket(members, slice(first[begin], first[end]), elements, tables))
+            end = begin
+    return found
+
+
+class UpdatesEarly(Protocol):
+    """An optimizer that updates buckets before it takes the step."""
+
+    parameters: ParameterList
+    layout: FlatLayout
+    device: torch.device
+    ddp_attached: bool
+
+    def update_early(self, bucket: Bucket) -> None:
+        """Update the parameters of a bucket by the gradients that they have now."""
+
+
+class Release:
+    """Watches gradients arrive; once a bucket has all of them, updates it and frees them.
+
+    Hooks hold the optimizer weakly.
+
+    Attributes:
+        buckets: All of them.
+        done: Numbers of the parameters that were updated since the last step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        watched: UpdatesEarly = optimizer
+        self._optimizer = weakref.ref(watched)
+        self.buckets = buckets_of(watched.layout, watched.device)
+        self._bucket_of = {i: n for n, bucket in enumerate(self.buckets) for i in _each(bucket)}
+        self._paused = False
+        owners, this = watched.parameters.owners, weakref.ref(self)
+        handles: list[RemovableHandle] = [
+            owner.register_post_accumulate_grad_hook(_hook(this, i)) for i, owner in enumerate(owners)
+        ]
+        handles.append(optimizer.register_state_dict_pre_hook(_idle_check(this, "state_dict()")))
+        handles.append(optimizer.register_load_state_dict_pre_hook(_idle_check(this, "load_state_dict()")))
+        self._finalizer = weakref.finalize(watched, _take_away, handles)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take note that the step ends."""
+        self._seen: set[int] = set()
+        self._waiting = [bucket.members.stop - bucket.members.start for bucket in self.buckets]
+        self.done: set[int] = set()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._finalizer()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let backward passes in here only accumulate gradients."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def check_idle(self, what: str) -> None:
+        """Raise RuntimeError if a backward pass has begun a step which has not ended."""
+        if self._seen:
+            raise RuntimeError(
+                f"{what} must not come between the backward pass and step() with Wire(release_gradients=True): "
+                f"{len(self.done)} of {len(self._bucket_of)} parameters were updated by now; call step() first"
+            )
+
+    @torch.no_grad()
+    def arrived(self, i: int) -> None:
+        """Take note that the gradient of parameter ``i`` is there.
+
+        Raises:
+            RuntimeError: in a second backward pass before the step, and where DDP averages.
+            TypeError, ValueError, RuntimeError: if a gradient, or a parameter, can't be used.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or self._paused:
+            return
+        name = optimizer.parameters.names[i]
+        if optimizer.ddp_attached:
+            raise RuntimeError(
+                "ddp.attach can't be used with Wire(release_gradients=True), which is for one rank alone: train the "
+                "model without DDP, or construct the optimizer without the option"
+            )
+        if i in self._seen:
+            raise RuntimeError(
+                f"a second backward pass before step() has made a gradient of {name}: with "
+                "Wire(release_gradients=True) the first was used up. Wrap all but the last in optimizer.no_sync(), in "
+                "which gradients accumulate"
+            )
+        self._seen.add(i)
+        number = self._bucket_of[i]
+        self._waiting[number] -= 1
+        if not self._waiting[number]:
+            bucket = self.buckets[number]
+            optimizer.update_early(bucket)
+            self.done.update(_each(bucket))
+            for owner in optimizer.parameters.owners[bucket.members]:
+                owner.grad = None
+
+
+def _each(bucket: Bucket) -> range:
+    return range(bucket.members.start, bucket.members.stop)
+
+
+def _take_away(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _hook(release: weakref.ref[Release], i: int) -> Callable[[Tensor], None]:
+    def arrived(_: Tensor) -> None:
+        if (watching := release()) is not None:
+            watching.arrived(i)
+
+    return arrived
+
+
+def _idle_check(release: weakref.ref[Release], what: str) -> Callable[..., None]:
+    def check(*_: object) -> None:
+        if (watching := release()) is not None:
+            watching.check_idle(what)
+
+    return check
