@@ -118,6 +118,30 @@ def test_moments_in_fewer_bits_cost_next_to_nothing(name):
     assert len(worse) <= WORSE[name]
 
 
+NARROW = {"onebit-adam-state-bf16": (5, 0), "onebit-adam-state-8bit": (5, 1)}
+"""Tasks on which state in fewer bits is worse than in float32 by more than 0.5 %, or 0.05 dec: as many as are recorded;
+and those of which that is more than two standard errors."""
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_residuals_in_fewer_bits_cost_little_that_seeds_tell_apart(name):
+    view, worse, plain = View(4, parents=True), [], []
+    for task, kind in TASKS.items():
+        narrow, wide = (view.runs(RECORDS, task, each) for each in (name, "onebit-adam-living"))
+        seeds = sorted(narrow.keys() & wide.keys())
+        assert len(seeds) >= 5
+        ratios = torch.tensor([narrow[s]["metric"] / wide[s]["metric"] for s in seeds], dtype=torch.float64)
+        each, unit, limit = (ratios.log10(), "dec", 0.05) if kind.noiseless else (100 * (ratios - 1), "%", 0.5)
+        mean, error = float(each.mean()), float(each.std() / len(each) ** 0.5)
+        print(f"{name}, {task}: {mean:+.2f} ± {error:.2f} {unit} of the same with state in float32")
+        worse += [task] * (mean > limit)
+        plain += [task] * (mean > max(limit, 2 * error))
+    print(f"{name}: {len(worse)} of {len(TASKS)} above 0.5 % or 0.05 dec (2 aimed at): {worse}")
+    print(f"{name}: {len(plain)} by two standard errors: {plain}")
+    assert (len(worse), len(plain)) <= NARROW[name]
+    assert len(plain) <= NARROW[name][1]
+
+
 FAR = {"late": 10.0}
 """Percent that a task's loss may be above AdamW's, 3 elsewhere; decades count as 20."""
 
