@@ -13,6 +13,11 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Compilers take half of the registers' width unless told: memory would not follow. These kernels compute. */
+#if defined(__AVX512BW__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 #include "generated.h"
 
 /* A kernel: on programs begin..end-1, with the arguments of its Triton kernel. Hidden: libraries that are loaded may
@@ -163,12 +168,16 @@ static int is_live(const uint8_t *live, int64_t row, int64_t i, int64_t n)
 
 /* ---------------------------------------------------------------- users' tensors */
 
+static float float_of(uint32_t u)
+{
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
 static float from_bf16(uint16_t x)
 {
-    uint32_t u = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
+    return float_of((uint32_t)x << 16);
 }
 
 static uint32_t bits_of(float x)
@@ -207,8 +216,10 @@ static void load_user(float *restrict x, struct place at, const uint8_t *restric
         }
     } else if (at.kind == BF16) {
         const uint16_t *from = (const uint16_t *)at.base + at.start;
-        for (int64_t i = 0; i < n; i++)
-            x[i] = from_bf16(from[i]);
+        EACH_LINE(i, n) {
+            PREFETCH(from + i, n);
+            LANES x[i + j] = from_bf16(from[i + j]);
+        }
     } else {
         const _Float16 *from = (const _Float16 *)at.base + at.start;
         for (int64_t i = 0; i < n; i++)
@@ -287,49 +298,48 @@ struct correction {
 /* Adds to a block that load_user has read what was lost when it was rounded. */
 static void restore(float *restrict x, struct correction of, int64_t b, int64_t n)
 {
-    uint32_t u[MOST];
     const int8_t *eighths = (const int8_t *)of.base + b * n;
     const int16_t *whole = (const int16_t *)of.base + b * n;
-    memcpy(u, x, n * sizeof *u);
     for (int64_t i = 0; of.is_int16 && i < n; i++)
-        u[i] = restored(u[i], (uint32_t)(int32_t)whole[i]);
+        x[i] = float_of(restored(bits_of(x[i]), (uint32_t)(int32_t)whole[i]));
     for (int64_t i = 0; !of.is_int16 && i < n; i++)
-        u[i] = restored(u[i], (uint32_t)(int32_t)eighths[i] << 8);
-    memcpy(x, u, n * sizeof *u);
+        x[i] = float_of(restored(bits_of(x[i]), (uint32_t)(int32_t)eighths[i] << 8));
 }
 
 /* Does as store_user, whose random bits are those of block `drawn`, and keeps what rounding to bfloat16 loses. */
 static void store_master(struct place at, const float *restrict x, int64_t b, int64_t drawn, const int64_t *rounding,
                          struct correction of, const uint8_t *restrict live, int64_t row, int64_t n)
 {
-    uint32_t u[MOST], more[MOST];
-    uint16_t upper[MOST];
-    int16_t low[MOST];
+    uint32_t u[MOST];
     if (!of.base || !at.base || at.kind != BF16) {
         store_user(at, x, drawn, rounding, live, row, n);
         return;
     }
-    memcpy(u, x, n * sizeof *u);
-    if (!of.is_int16) {
-        carries(more, x, drawn, rounding, n);
-        for (int64_t i = 0; i < n; i++)
-            u[i] = with_24_bits(u[i], more[i]);
-    }
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t up = nearest(u[i]);
-        low[i] = x[i] == x[i] ? lost(u[i], up) : 0;
-        upper[i] = x[i] == x[i] ? up : 0x7FC0;
-    }
+    uint64_t first = (uint64_t)drawn * n;
+    uint32_t seed = of.is_int16 ? 0 : block_seed(first >> 32, *rounding);
+    for (int64_t i = 0; of.is_int16 && i < n; i++)
+        u[i] = x[i] == x[i] ? bits_of(x[i]) : 0x7FC00000;
+    for (int64_t i = 0; !of.is_int16 && i < n; i++)
+        u[i] = x[i] == x[i] ? with_24_bits(bits_of(x[i]), random_bits(first + i, seed)) : 0x7FC00000;
     uint16_t *to = (uint16_t *)at.base + at.start;
     int8_t *eighths = (int8_t *)of.base + b * n;
     int16_t *whole = (int16_t *)of.base + b * n;
+    if (row == FULL) {
+        for (int64_t i = 0; i < n; i++)
+            to[i] = nearest(u[i]);
+        for (int64_t i = 0; of.is_int16 && i < n; i++)
+            whole[i] = lost(u[i], nearest(u[i]));
+        for (int64_t i = 0; !of.is_int16 && i < n; i++)
+            eighths[i] = lost(u[i], nearest(u[i])) >> 8;
+        return;
+    }
     for (int64_t i = 0; i < n; i++)
-        if (row == FULL || is_live(live, row, i, n)) {
-            to[i] = upper[i];
+        if (is_live(live, row, i, n)) {
+            to[i] = nearest(u[i]);
             if (of.is_int16)
-                whole[i] = low[i];
+                whole[i] = lost(u[i], nearest(u[i]));
             else
-                eighths[i] = low[i] >> 8;
+                eighths[i] = lost(u[i], nearest(u[i])) >> 8;
         }
 }
 

@@ -2,19 +2,37 @@
 
 #include "block_io.h"
 
-/* Writes a block of numbers that were rounded to `steps`, next to the octave of the largest. */
-static inline void store_codes(uint8_t *restrict codes, uint8_t *restrict octave, const float *restrict x,
-                               const uint32_t *restrict steps, int is_signed, int nonzero, int64_t n)
+static inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+#define NEGATIVE 0x80000000u /* set in steps of numbers that are */
+
+/* The steps of a number, rounded by random bits, with its sign. */
+static inline uint32_t signed_steps(float x, uint32_t bits)
+{
+    uint32_t steps = drawn_steps(bits_of(x) & ~NEGATIVE, bits);
+    return x < 0 ? steps | NEGATIVE : steps;
+}
+
+/* The largest number of steps in a block. */
+static inline uint32_t largest(const uint32_t *steps, int64_t n)
 {
     uint32_t most = 0;
     for (int64_t i = 0; i < n; i++)
-        most = steps[i] > most ? steps[i] : most;
+        most = larger(most, steps[i] & ~NEGATIVE);
+    return most;
+}
+
+/* Writes a block of numbers that were rounded to `steps`, below the octave of the largest, `most`. */
+static inline void store_codes(uint8_t *restrict codes, uint8_t *restrict octave, uint32_t most,
+                               const uint32_t *restrict steps, int is_signed, int nonzero, int64_t n)
+{
     uint32_t top = octave_above(most);
     *octave = top;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t code = below(steps[i], top, is_signed ? SIGNED_LOGARITHMS : LOGARITHMS);
-        code = nonzero ? nonzero_code(code, steps[i]) : code;
-        codes[i] = is_signed ? signed_code(code, x[i] < 0) : code;
+        uint32_t size = steps[i] & ~NEGATIVE;
+        uint32_t code = below(size, top, is_signed ? SIGNED_LOGARITHMS : LOGARITHMS);
+        code = nonzero ? nonzero_code(code, size) : code;
+        codes[i] = is_signed ? signed_code(code, steps[i] >> 31) : code;
     }
 }
 
@@ -33,8 +51,8 @@ static void store_moment(uint8_t *restrict codes, uint8_t *restrict octave, cons
     uint32_t steps[MOST];
     for (int64_t half = 0; half < 2; half++)
         for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++)
-            steps[at] = drawn_steps(bits_of(x[at]) & 0x7FFFFFFF, half_of(word[i], half));
-    store_codes(codes, octave, x, steps, is_signed, !is_signed, n);
+            steps[at] = signed_steps(x[at], half_of(word[i], half));
+    store_codes(codes, octave, largest(steps, n), steps, is_signed, !is_signed, n);
 }
 
 /* To nearest. */
@@ -43,8 +61,8 @@ static void store_nearest(uint8_t *restrict codes, uint8_t *restrict octave, con
 {
     uint32_t steps[MOST];
     for (int64_t i = 0; i < n; i++)
-        steps[i] = rounded_steps(bits_of(x[i]) & 0x7FFFFFFF);
-    store_codes(codes, octave, x, steps, is_signed, nonzero, n);
+        steps[i] = rounded_steps(bits_of(x[i]) & ~NEGATIVE) | (x[i] < 0 ? NEGATIVE : 0);
+    store_codes(codes, octave, largest(steps, n), steps, is_signed, nonzero, n);
 }
 
 /* The random words of a block's moments, for two halves. */

@@ -226,9 +226,57 @@ static int32_t move_and_narrow(float *restrict x, void *exp_avg, void *exp_avg_s
     return any_of(bad);
 }
 
+/* A line of `move_by_gradient` on moments in codes: m and v as they were, what becomes of them in steps. */
+static inline void move_line_of_codes(float *restrict x, const float *restrict m, const float *restrict v,
+                                      const float *restrict g, uint32_t *restrict steps_m, uint32_t *restrict steps_v,
+                                      uint32_t *restrict most_m, uint32_t *restrict most_v,
+                                      const uint32_t *restrict word, int64_t second, int32_t *restrict bad,
+                                      const float *k)
+{
+    LANES {
+        float new_m = momentum(m[j], g[j], k), new_v = variance(v[j], g[j], k);
+        float to = moved(x[j], preconditioned(new_m, new_v, k, 0), k);
+        uint32_t bits = half_of(word[j], second);
+        int32_t fine = counts(g[j], k);
+        x[j] = fine ? to : x[j];
+        steps_m[j] = signed_steps(fine ? new_m : m[j], bits);
+        steps_v[j] = signed_steps(fine ? new_v : v[j], bits);
+        most_m[j] = larger(most_m[j], steps_m[j] & ~NEGATIVE);
+        most_v[j] = larger(most_v[j], steps_v[j] & ~NEGATIVE);
+        bad[j] |= !fine;
+    }
+}
+
+/* `move_by_gradient` on moments in codes, two lines half a block apart at a time. */
+static int32_t move_and_code(float *restrict x, uint8_t *codes_m, uint8_t *codes_v, uint8_t *octave_m,
+                             uint8_t *octave_v, const float *restrict g, const float *row, int64_t drawn, int64_t done,
+                             int64_t n)
+{
+    float m[MOST], v[MOST];
+    uint32_t steps_m[MOST], steps_v[MOST], most_m[LINE] = {0}, most_v[LINE] = {0}, word[LINE];
+    int32_t bad[LINE] = {0};
+    uint64_t first = (uint64_t)drawn * n;
+    uint32_t seed = block_seed(first >> 32, done);
+    KEEP(k, row);
+    load_codes(m, codes_m, *octave_m, 1, n);
+    load_codes(v, codes_v, *octave_v, 0, n);
+    EACH_LINE(i, n / 2) {
+        LANES word[j] = moments_word(first + i + j, seed);
+        for (int64_t second = 0, at = i; second < 2; second++, at += n / 2) {
+            PREFETCH(x + at, n);
+            PREFETCH(g + at, n);
+            move_line_of_codes(x + at, m + at, v + at, g + at, steps_m + at, steps_v + at, most_m, most_v, word,
+                               second, bad, k);
+        }
+    }
+    store_codes(codes_m, octave_m, largest(most_m, LINE), steps_m, 1, 0, n);
+    store_codes(codes_v, octave_v, largest(most_v, LINE), steps_v, 0, 1, n);
+    return any_of(bad);
+}
+
 KERNEL(adam_update)
 {
-    float update[MOST], room[MOST], wide_m[MOST], wide_v[MOST];
+    float update[MOST], room[MOST], wide_x[MOST], wide_m[MOST], wide_v[MOST];
     if (found_before && begin == 0)
         *found_before = 0;
     EACH_MOVING_BLOCK(b) {
@@ -238,10 +286,23 @@ KERNEL(adam_update)
         const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
         float *m = exp_avg_kind == FP32 && !octaves ? (float *)exp_avg + b * BLOCK_SIZE : wide_m;
         float *v = exp_avg_sq_kind == FP32 && !octaves ? (float *)exp_avg_sq + b * BLOCK_SIZE : wide_v;
-        if (found && !exp_avg_sq_sums && !octaves && is_plain(at, live_row[b])) {
-            float *x = (float *)at.base + at.start;
-            int32_t bad = drawn ? move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, b + first, *drawn, BLOCK_SIZE)
-                                : move_by_gradient(x, m, v, g, at.k, BLOCK_SIZE);
+        struct correction of = {correction, correction_kind};
+        if (found && !exp_avg_sq_sums && at.base && live_row[b] == FULL) {
+            float *x = is_plain(at, live_row[b]) ? (float *)at.base + at.start : wide_x;
+            int32_t bad;
+            if (x == wide_x)
+                load_user(x, at, live, live_row[b], BLOCK_SIZE);
+            if (x == wide_x && correction)
+                restore(x, of, b, BLOCK_SIZE);
+            if (octaves)
+                bad = move_and_code(x, (uint8_t *)exp_avg + b * BLOCK_SIZE, (uint8_t *)exp_avg_sq + b * BLOCK_SIZE,
+                                    octaves + b, octaves + octaves_stride + b, g, at.k, b + first, *drawn, BLOCK_SIZE);
+            else if (drawn)
+                bad = move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, b + first, *drawn, BLOCK_SIZE);
+            else
+                bad = move_by_gradient(x, m, v, g, at.k, BLOCK_SIZE);
+            if (x == wide_x)
+                store_master(at, x, b, b + first, rounding, of, live, live_row[b], BLOCK_SIZE);
             if (bad)
                 __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
             continue;
@@ -257,7 +318,6 @@ KERNEL(adam_update)
         if (drawn)
             narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, b + first, *drawn, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
-        struct correction of = {correction, correction_kind};
         move(at, update, b, b + first, rounding, of, moving.live, moving.row, NULL, BLOCK_SIZE);
     }
 }
