@@ -307,6 +307,9 @@ VARIANTS = {
     "apply_momentum, eps inside": Case("apply_momentum", VARIANCE | {"EPS_INSIDE_SQRT": True}),
     "adam_update, sums": Case("adam_update", {"exp_avg_sq_sums": "*fp64"}),
     "adam_update, mixed, 8-bit corrections": Case("adam_update", FOUND | CODED_MOMENTS | CORRECTED_BY_8_BITS | MIXED),
+    "adam_update, of a part, 8-bit corrections": Case(
+        "adam_update", FOUND | CODED_MOMENTS | CORRECTED_BY_8_BITS | {"first": "*i32"}
+    ),
     "adam_update, mixed, 16-bit corrections": Case("adam_update", CORRECTED | MIXED | {"exp_avg_sq_sums": "*fp64"}),
     "apply_momentum, mixed, 8-bit corrections": Case("apply_momentum", VARIANCE | CORRECTED_BY_8_BITS | MIXED),
     "apply_momentum, counts, 16-bit corrections": Case("apply_momentum", VARIANCE | COUNTS | SUMS | CORRECTED),

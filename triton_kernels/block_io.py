@@ -323,6 +323,15 @@ def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
 
 
 @jit()
+def place_in_whole(b, first):
+    """Returns where block ``b`` is in an index space of which a part begins at block ``first``, if that is given."""
+    if first is None:
+        return b
+    else:
+        return b + tl.load(first)
+
+
+@jit()
 def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
     """16 random bits for each element's moments, of the updates done; ``drawn`` points at them, or is None."""
     if drawn is None:

@@ -59,7 +59,7 @@ def lamb_update_kernel(
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
         place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn, 0
+        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn, None
         m, v, fine = moments_kernel(*moments, b, i, k, mask, row, True, GRADS, BLOCK_SIZE)
         tell_kernel(found, fine)
         x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)

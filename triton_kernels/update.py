@@ -22,6 +22,7 @@ from .op import (
     PerBlock,
     PerElement,
     Sizes,
+    Table,
     Tensors,
     Variance,
     op,
@@ -58,7 +59,7 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
         m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
-    bits = io.moment_bits(drawn, b + first, i, BLOCK_SIZE)
+    bits = io.moment_bits(drawn, io.place_in_whole(b, first), i, BLOCK_SIZE)
     kept_m = io.store_kept(exp_avg, octaves, bits, b, i, m, True, BLOCK_SIZE)
     kept_v = io.store_kept(exp_avg_sq, of_v, bits, b, i, v, False, BLOCK_SIZE)
     if AS_KEPT:
@@ -206,7 +207,7 @@ def adam_update_kernel(
         m, v, fine = moments_kernel(*moments, b, i, k, mask, row, False, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
         place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-        words = io.random_words(rounding, b + first, i, BLOCK_SIZE)
+        words = io.random_words(rounding, io.place_in_whole(b, first), i, BLOCK_SIZE)
         if found is None:
             moved_kernel(place, words, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
         else:
@@ -223,7 +224,7 @@ def adam_update(
     coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
     found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
-    correction: Correction | None = None, first: int = 0,
+    correction: Correction | None = None, first: Table | None = None,
 ) -> None:  # fmt: skip
     """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -240,13 +241,14 @@ def adam_update(
         drawn: int64 [], the updates done, with which moments that are not float32 are rounded stochastically: to
             nearest, v would stand still. None: they are float32.
         octaves: uint8 [2, B], written: of each block, where codes of m and of v lie; None: there are no codes.
-        first: Which of a longer index space's blocks the first one is: random bits are those of its place there.
+        first: int32 [1], which of a longer index space's blocks the first one is: random bits are those of its place
+            there. None: there is none.
     """
     if found_before is not None:
         found_before.zero_()
     if skip:
         return
-    for tile in tiles(sizes, 1, block_size, exp_avg.device, first=first):
+    for tile in tiles(sizes, 1, block_size, exp_avg.device, first=0 if first is None else int(first)):
         k = coef[block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, block_size), live, live_row, tile)
         m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k)

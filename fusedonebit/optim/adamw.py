@@ -157,7 +157,7 @@ class AdamW(AdamUpdate):
 
     def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:
         """Do for one bucket what ``_update`` does for all of them; it is the ``first`` of its step, or not."""
-        members, blocks, elements, tables = bucket
+        members, blocks, elements, tables, at = bucket
         if first:
             self._found, self._found_before = self._found_before, self._found
         places = self.layout.sizes[members], self.layout.block_size
@@ -173,7 +173,7 @@ class AdamW(AdamUpdate):
             self._drawn_moments,
             octaves,
             correction,
-            blocks.start,
+            at,
         )
         m, v = self.exp_avg[elements], self.exp_avg_sq[elements]
         adam_update(self.parameters.dense[members], grads, *places, m, v, coef[members], *where, *how)

@@ -30,6 +30,7 @@ class Bucket(NamedTuple):
     blocks: slice  # of the flat index space
     elements: slice  # of the same
     tables: BlockTables  # of this part of it
+    first: Tensor  # its first block, int32 [1]
 
 
 def buckets_of(layout: FlatLayout, device: torch.device, count: int = BUCKETS) -> list[Bucket]:
@@ -40,7 +41,8 @@ def buckets_of(layout: FlatLayout, device: torch.device, count: int = BUCKETS) -
         if begin == 0 or first[end] - first[begin] >= least:
             members, elements = slice(begin, end), slice(first[begin] * size, first[end] * size)
             tables = tables_of(FlatLayout(layout.sizes[members], 1, size), device)
-            found.append(Bucket(members, slice(first[begin], first[end]), elements, tables))
+            at = torch.tensor([first[begin]], dtype=torch.int32, device=device)
+            found.append(Bucket(members, slice(first[begin], first[end]), elements, tables, at))
             end = begin
     return found
 

@@ -283,6 +283,7 @@ KERNEL(adam_update)
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         struct moving moving = {live, live_row[b]};
+        int64_t drawn_at = first ? b + *first : b;
         const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
         float *m = exp_avg_kind == FP32 && !octaves ? (float *)exp_avg + b * BLOCK_SIZE : wide_m;
         float *v = exp_avg_sq_kind == FP32 && !octaves ? (float *)exp_avg_sq + b * BLOCK_SIZE : wide_v;
@@ -296,13 +297,13 @@ KERNEL(adam_update)
                 restore(x, of, b, BLOCK_SIZE);
             if (octaves)
                 bad = move_and_code(x, (uint8_t *)exp_avg + b * BLOCK_SIZE, (uint8_t *)exp_avg_sq + b * BLOCK_SIZE,
-                                    octaves + b, octaves + octaves_stride + b, g, at.k, b + first, *drawn, BLOCK_SIZE);
+                                    octaves + b, octaves + octaves_stride + b, g, at.k, drawn_at, *drawn, BLOCK_SIZE);
             else if (drawn)
-                bad = move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, b + first, *drawn, BLOCK_SIZE);
+                bad = move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, drawn_at, *drawn, BLOCK_SIZE);
             else
                 bad = move_by_gradient(x, m, v, g, at.k, BLOCK_SIZE);
             if (x == wide_x)
-                store_master(at, x, b, b + first, rounding, of, live, live_row[b], BLOCK_SIZE);
+                store_master(at, x, b, drawn_at, rounding, of, live, live_row[b], BLOCK_SIZE);
             if (bad)
                 __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
             continue;
@@ -316,9 +317,9 @@ KERNEL(adam_update)
         }
         moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
         if (drawn)
-            narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, b + first, *drawn, BLOCK_SIZE);
+            narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, drawn_at, *drawn, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
-        move(at, update, b, b + first, rounding, of, moving.live, moving.row, NULL, BLOCK_SIZE);
+        move(at, update, b, drawn_at, rounding, of, moving.live, moving.row, NULL, BLOCK_SIZE);
     }
 }
 
