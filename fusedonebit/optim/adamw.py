@@ -54,6 +54,10 @@ class AdamW(AdamUpdate):
     all-reduce, skip a step in which any is not finite, and have bit-identical parameters after each step; give it local
     gradients, or call ``fusedonebit.ddp.attach``.
 
+    bfloat16 parameters, their gradients and all state are 5.1 bytes of a parameter on one rank alone, with
+    ``Numerics(state="8bit", master_weights="8bit")`` and ``Wire(release_gradients=True)``, which updates parameters in
+    the backward pass; a step then moves 12.1 bytes.
+
     Of torch's keywords ``maximize`` is in ``Numerics``, and ``capturable`` in ``Wire``; ``foreach`` and ``fused`` have
     nothing to choose here, and there is no ``amsgrad``.
 

@@ -175,6 +175,19 @@ def test_stochastic_rounding_equals_that_of_eager(check, sizes, mixed):
     check("adam_update", sizes, lambda: arguments)
 
 
+@pytest.mark.parametrize("kept", [torch.int8, torch.int16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_masters_of_which_corrections_are_kept_move_as_in_eager(check, sizes, kept):
+    step = torch.tensor(12_345) if kept is torch.int8 else None
+    p = problem(sizes, 2, 128, torch.bfloat16, masks={0: torch.arange(sizes[0]) % 3 > 0})
+    p.exp_avg_sq.mul_(p.live_mask)
+    correction = torch.randint(-128, 128, (p.layout.numel,), dtype=kept)
+    applied = (*p.apply_arguments(p.exp_avg_sq, rounding=step), None, None, None, None, 0, 0, None, correction)
+    check("apply_momentum", sizes, lambda: applied)
+    updated = (*p.update_arguments(sums=False, rounding=step), None, None, None, None, correction)
+    check("adam_update", sizes, lambda: updated)
+
+
 @pytest.mark.parametrize("deepspeed", [False, True])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("sizes", [*SIZES, (0, 3), (3, 0)])
