@@ -15,6 +15,8 @@ from torch import Tensor
 from fusedonebit import AdamW, Numerics, OneBitAdam, OneBitLion
 from fusedonebit.comm import Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.triton_kernels import using
+from fusedonebit.triton_kernels.op import launches
 
 BF16 = torch.bfloat16
 STEPS = 16
@@ -122,6 +124,38 @@ def test_they_take_1_or_2_bytes_of_an_element(kept, more):
         held[how] = optimizer.stats()["state_bytes"]
     print(f"{kept}: {held[kept] / p.numel():.2f} bytes of state for each parameter, else {held[False] / p.numel():.2f}")
     assert held[kept] - held[False] == more * p.numel()
+
+
+@pytest.mark.needs_compiler
+@pytest.mark.parametrize(
+    ("kept", "like"), [("16bit", {}), ("8bit", {"stochastic_rounding": True})], ids=["16bit", "8bit"]
+)
+@EACH
+def test_nothing_is_launched_for_them(name, kept, like):
+    counted = []
+    for options in ({"kept": kept}, {"kept": False, **like}):
+        optimizer = build(name, **options)
+        train(optimizer, 0, range(FREEZE + 2), BF16)
+        launches.clear()
+        train(optimizer, 0, range(FREEZE + 2, FREEZE + 4), BF16)
+        counted.append(dict(launches))
+    assert counted[0] == counted[1]
+    if kept == "8bit":  # what it is rounded by must not be counted up in the same launch
+        assert counted[0]["advance"] == 2
+    assert {"A": "adam_update", "O": "apply_momentum"}[name[0]] in counted[0]
+
+
+@pytest.mark.needs_compiler
+@EACH_WAY
+@EACH
+def test_steps_are_the_same_on_each_backend(name, kept):
+    ends = []
+    for backend in ("plain", "native"):
+        with using(backend):
+            optimizer = build(name, kept)
+            train(optimizer, 0, range(STEPS), BF16)
+            ends.append(masters(optimizer))
+    assert equal(*ends)
 
 
 def test_float32_parameters_beside_are_masters_themselves():
