@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import LocalTransport, ShardGroup, Traffic, Transport, make_transport
-from .params import ParameterList, first_device
+from .given import first_device
+from .params import ParameterList
 from .sharding import local
 from .state.header import is_compressed
 from .state.keeper import Keeper
