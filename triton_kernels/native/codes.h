@@ -1,5 +1,7 @@
 /* Numbers in a byte each, as codes.py has them, and what is kept in them, in bfloat16 or in float32. */
 
+#pragma once
+
 #include "block_io.h"
 
 static inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
