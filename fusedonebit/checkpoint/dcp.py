@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -345,7 +346,9 @@ def _header(reader: torch_dcp.StorageReader, name: str, saved: Collection[str]) 
         return None  # AdamW's
     entry: dict[str, Any] = {name: ""}
     try:
-        torch_dcp.load(entry, storage_reader=reader, planner=PlainValues(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads it by itself
+            torch_dcp.load(entry, storage_reader=reader, planner=PlainValues(), no_dist=True)
     except torch_dcp.CheckpointException as failed:
         raise CheckpointError(f"the checkpoint's header can't be read: {_first(failed)[1]}") from None
     return read_header(entry[name])
