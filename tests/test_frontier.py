@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
-from benchmarks import frontier
-from benchmarks.frontier import BUDGETS, NOMINAL, OURS, POINTS, TASKS, Point, best, front, verdict, verdicts
+from benchmarks import frontier, lab_page
+from benchmarks.frontier import (
+    BUDGETS,
+    LEAST,
+    NOMINAL,
+    OURS,
+    POINTS,
+    SELDOM,
+    TASKS,
+    Point,
+    affordable,
+    best,
+    front,
+    points,
+    verdict,
+    verdicts,
+)
+from benchmarks.pages import DOCS
 from fusedonebit.apps.lab.contenders import CONTENDERS, UntilEvaluated
+from fusedonebit.apps.lab.records import Records
 from fusedonebit.apps.lab.tasks import TASKS as ALL_TASKS
 from fusedonebit.optim.policies import Progress
 
@@ -93,3 +111,52 @@ def test_those_that_synchronise_seldom_are_set_against_each_other_and_a_candidat
     assert least[2:] == ["onebit-loco-32 +9.0 ± 0.5 %", "**zero-one-adam-own-32 +8.0 ± 0.5 %**", "", ""]
     assert most[1:2] + most[4:] == ["0.1 B", "**diloco-64 +7.0 ± 0.5 %**", ""]
     assert verdict(found[:1], 0.1) is None
+
+
+# ---------------------------------------------------------------- what was recorded
+
+RECORDS = Records(frontier.RESULTS / "runs.jsonl", lab_page.RESULTS / "runs.jsonl")
+WON = 4
+"""Tasks of six on which ours is best, or within one standard error, at four of the six budgets."""
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_method_was_run_at_its_own_rate_on_each_task(task):
+    found = points(RECORDS, task)
+    ran = {p.name for p in found}
+    print(f"{task}: {len(ran)} points between {found[0].spent:.3f} and {found[-1].spent:.2f} bytes")
+    assert set(POINTS) <= ran
+    assert found[0].spent <= 0.02
+    assert found[-1].spent > 3.99  # bf16's
+
+
+def test_ours_wins_at_four_budgets_on_as_many_tasks_as_recorded():
+    won = {}
+    for task in TASKS:
+        found = points(RECORDS, task)
+        told = [verdict(found, budget) for budget in BUDGETS]
+        won[task] = sum(each in ("best", "tie") for each in told)
+        lost = [f"{budget:g} B" for budget, each in zip(BUDGETS, told, strict=True) if each == "lost"]
+        print(f"{task}: best or tied at {won[task]} budgets of {len(BUDGETS)} (4 asked), lost at {lost}")
+    most = [task for task in TASKS if won[task] >= 4]
+    print(f"{len(most)} of {len(TASKS)} tasks (4 asked): {', '.join(most)}")
+    assert len(most) >= WON
+
+
+def test_one_bit_loco_does_not_beat_all_that_synchronise_seldom_everywhere_and_so_is_left_out():
+    best_of, cells = Counter(), 0
+    for task in TASKS:
+        found = points(RECORDS, task)
+        for budget in LEAST:
+            each = {name: affordable(found, budget, names) for name, names in SELDOM.items()}
+            there = {name: p for name, p in each.items() if p is not None}
+            best_of[min(there, key=lambda name: there[name].worse)] += 1
+            cells += 1
+    print(f"of {cells} tasks and budgets of 0.1 B or less the best is: {dict(best_of)}")
+    assert best_of["1-bit LoCo"] < cells
+    assert not any(name.startswith("onebit-loco") for name in OURS)
+
+
+def test_the_page_says_what_was_recorded():
+    text = (DOCS / "frontier.md").read_text()
+    assert frontier.tables(RECORDS) in text
