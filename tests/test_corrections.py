@@ -172,7 +172,7 @@ def test_masters_are_moved_by_the_rule_for_float32_parameters(op, kept):
     assert moved
 
 
-@pytest.mark.parametrize("backend", ["plain", "native"])
+@pytest.mark.parametrize("backend", ["plain", pytest.param("native", marks=pytest.mark.needs_compiler)])
 @EACH_OP
 def test_elements_that_no_mask_lets_move_keep_their_corrections(op, backend):
     given, before = (arguments(op, INT8, 9, **MASKED) for _ in range(2))

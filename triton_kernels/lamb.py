@@ -81,8 +81,8 @@ def lamb_update(
 
         m = beta1*m + (1 - beta1)*g;  v = beta2*v + (1 - beta2)*g^2;  u = m/denom + wd*x
 
-    Moves no parameter: first every layer's coefficient must be known. u is that of what is kept. Other arguments as
-    for ``adam_update`` and as for ``apply_momentum``.
+    Moves no parameter: first every layer's coefficient must be known. u is that of what is kept.
+    Other arguments as for ``adam_update`` and as for ``apply_momentum``.
 
     Args:
         eps_inside_sqrt: denom = sqrt(v + eps), as eq. (2) prints it, or sqrt(v) + eps.
