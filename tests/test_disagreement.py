@@ -228,7 +228,7 @@ def test_a_group_added_differently_is_refused_on_every_rank_and_training_goes_on
 # ---------------------------------------------------------------- steps
 
 
-SPOILED = ("sparse gradient", "wrong shape", "requires_grad flipped", "cast")
+SPOILED = ("sparse gradient", "wrong shape", "cast")
 
 
 def spoil(case: str, params: list[Parameter]) -> Callable[[], None]:
@@ -238,9 +238,6 @@ def spoil(case: str, params: list[Parameter]) -> Callable[[], None]:
         p.grad = p.grad.to_sparse()
     elif case == "wrong shape":
         p.grad.data = torch.ones(3)
-    elif case == "requires_grad flipped":
-        p.requires_grad_(False)
-        return lambda: p.requires_grad_(True)
     elif case == "cast":
         values = p.data
         p.grad, p.data = None, p.data.to(torch.bfloat16)

@@ -31,6 +31,7 @@ CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.long(but=17)
 @pytest.mark.parametrize("steps", [0, 1, 5])
 @pytest.mark.parametrize("name", CASES)
