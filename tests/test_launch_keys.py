@@ -25,9 +25,9 @@ IN_STEPS = {name for name in OPS if hasattr(ops, name)} - NOT_IN_STEPS.keys()
 """Without those that other tests, in the same process, declare."""
 SPILLING = {"sm_80": ["local_step", "renew"], "sm_90": ["momentum_compress"], "sm_100": ["local_step"]}
 SPILLING |= {"gfx942": ["server_reduce"]}  # ternary, on residuals in fewer bits
-"""Kernels with one key of which the assembler keeps some values of a thread, 4 to 16 bytes, in memory; may only get less.
+"""Kernels with one key of which the assembler keeps some of a thread's values, 4 to 16 bytes, in memory.
 
-It does so to stay at fewer registers than a thread may have.
+They may only get less. It does so to stay at fewer registers than a thread may have.
 """
 SMALL = (3000, 17)
 
