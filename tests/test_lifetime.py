@@ -31,11 +31,11 @@ CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.long(but=17)
 @pytest.mark.parametrize("steps", [0, 1, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_state_and_parameters_are_freed_with_the_optimizer(name, steps):
+    torch.manual_seed(0)  # the guard lets through what follows two steps of warm-up, or not
     model = nn.Linear(3, 3).to(torch.bfloat16 if "master" in name else torch.float32)
     optimizer = CASES[name](model.parameters())
     for _ in range(steps):

@@ -186,11 +186,15 @@ class DistributedOptimizer(Keeper):
             raise error
         if not captured:  # what replays count comes to the host when one asks
             self.outcomes.record(self._known(flags), self._describe)
-        if looks and len(self._missing) == len(self.parameters) and (self._absent is None or self._absent.all()):
+        if looks and len(self._missing) == len(self.parameters) and self._has_nobody():
             said.append(NO_GRADIENT)
         self.first_steps.say(self, said)
         if saw_averages and self.transport.rank == self.shards.transport.rank == 0:
             warn_of_averages()
+
+    def _has_nobody(self) -> bool:
+        """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""
+        return self.transport.world_size == 1 if self._absent is None else bool(self._absent.all())
 
     def _notice_averages(self, grads: Sequence[Tensor]) -> bool:
         """Count what DDP without our hook has sent; return whether it has just been noticed, at the first step."""
