@@ -291,6 +291,12 @@ VARIANTS = {
     "server_reduce, W=64, ternary": Case(
         "server_reduce", {"TERNARY": True}, loops=(4, 0, 8, 0), halves=1, cached=4 * HEADERS
     ),
+    "server_reduce in bf16, W=64, ternary": Case(
+        "server_reduce", IN_BF16 | {"TERNARY": True}, loops=(4, 0, 8, 0), halves=3, cached=4 * HEADERS, num_warps=8
+    ),
+    "server_reduce in codes, W=64, ternary": Case(
+        "server_reduce", IN_CODES | {"TERNARY": True}, loops=(4, 0, 8, 0), halves=3, cached=4 * HEADERS, num_warps=8
+    ),
     "flatten, mixed, scaled": Case("flatten", {"TENSORS": 7, "unscale": "*fp32"}),
     "gradient_squares, mixed": Case("gradient_squares", {"TENSORS": 3}),
     "gradient_squares, of a scaled loss": Case("gradient_squares", TELLS | OF_A_SCALED_LOSS, loops=0),

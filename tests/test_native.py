@@ -129,7 +129,9 @@ def test_tensors_that_c_would_misread_are_named():
     with using("native"):
         arguments = list(Problem((300,), 1, 128).momentum_arguments())
         arguments[3] = arguments[3].double()
-        with pytest.raises(TypeError, match="compensated must be torch.float32 or torch.bfloat16 or torch.uint8, got torch.float64"):
+        with pytest.raises(
+            TypeError, match=r"must be torch.float32 or torch.bfloat16 or torch.uint8, got torch.float64"
+        ):
             triton_kernels.momentum_compress(*arguments)
         arguments = list(Problem((300,), 1, 128).momentum_arguments())
         arguments[4] = torch.zeros(6)[::2]

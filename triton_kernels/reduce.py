@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from . import block_io as io
 from . import headers, rules
@@ -168,12 +169,19 @@ def server_reduce_kernel(
     io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY, HALVES=True)
 
 
+def _warps(block_size: int, TERNARY: bool, compensated: Tensor | None) -> int:
+    # One warp exchanges nothing with another; where ternary it would have no registers to spare, and where residuals
+    # are rounded besides, four on AMD have none either.
+    if TERNARY:
+        return 4 if compensated is None or compensated.dtype is torch.float32 else 8
+    return max(1, block_size // 1024)
+
+
 @op(
     server_reduce_kernel,
     writes=("compensated", "bits", "partials", "flags", "kept_words", "header", "octaves"),
     derive={
-        # One warp exchanges nothing with another; where ternary it would have no registers to spare.
-        "num_warps": ("i32", lambda block_size, TERNARY: 4 if TERNARY else max(1, block_size // 1024)),
+        "num_warps": ("i32", _warps),
         "world_size": ("i32", lambda arrived_bits: len(arrived_bits)),
         "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
         "compensated": ("", lambda compensated: compensated if compensated.numel() else None),
