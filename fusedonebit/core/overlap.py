@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..comm import (
 )
 from ..comm.reducer import Compress
 from ..errors import warn
+from .arrivals import Arrivals, take_away
 from .compressing import FeedbackOptimizer
 from .overlap_trial import OverlapTrial, Timed
 from .scaling import LossScale
@@ -63,7 +63,7 @@ def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -
     return OverlappedAllReduce(optimizer, own.apart() if isinstance(own, TorchTransport) else own, **shared)
 
 
-class OverlappedAllReduce(BucketedAllReduce):
+class OverlappedAllReduce(Arrivals, BucketedAllReduce):
     """Watches gradients arrive, and starts buckets, the last first, while the backward pass goes on.
 
     On CUDA they are compressed and sent on a stream of their own, on a CPU by a thread of its own, over a
@@ -79,7 +79,6 @@ class OverlappedAllReduce(BucketedAllReduce):
             [bucket for bucket, each in enumerate(self.parts) if each.layout.sizes[i]]
             for i in range(len(self.layout.sizes))
         ]
-        self._paused = False
         self.trial = None if optimizer.options.overlap == "always" else OverlapTrial(self.device)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
@@ -87,10 +86,7 @@ class OverlappedAllReduce(BucketedAllReduce):
         self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
         self._pending: list[Future[None]] = []
         self._in_use: list[Any] = []
-        handles: list[RemovableHandle] = [
-            owner.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))
-            for i, owner in enumerate(optimizer.parameters.owners)
-        ]
+        handles = self.watch(optimizer.parameters.owners)
         handles.append(optimizer.register_load_state_dict_pre_hook(_idle_check(weakref.ref(self))))
         # Not of this object: a bucket that is under way keeps it alive.
         self._finalizer = weakref.finalize(optimizer, _take_away, handles, self._thread)
@@ -127,15 +123,6 @@ class OverlappedAllReduce(BucketedAllReduce):
         self._finalizer()
         if self._thread is not None:
             self._thread.shutdown()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let backward passes in here only accumulate gradients."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def _forget(self) -> None:
         self._seen: set[int] = set()
@@ -252,8 +239,7 @@ def _idle_check(overlap: weakref.ref[OverlappedAllReduce]) -> Callable[[torch.op
 
 
 def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None) -> None:
-    for handle in handles:
-        handle.remove()
+    take_away(handles)
     if thread is not None:
         thread.shutdown(wait=False)  # the last reference may be dropped by the thread itself
 
@@ -267,11 +253,3 @@ def _after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
             found()
 
     engine.queue_callback(lambda: engine.queue_callback(call))
-
-
-def _hook(overlap: weakref.ref[OverlappedAllReduce], i: int) -> Callable[[Tensor], None]:
-    def arrived(_: Tensor) -> None:
-        if (watching := overlap()) is not None:
-            watching.arrived(i)
-
-    return arrived

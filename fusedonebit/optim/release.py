@@ -7,14 +7,13 @@ it: there the update is counted, and parameters are updated of whose bucket not 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+from ..core.arrivals import Arrivals, take_away
 from ..core.params import ParameterList
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.tables import BlockTables, tables_of
@@ -59,7 +58,7 @@ class UpdatesEarly(Protocol):
         """Update the parameters of a bucket by the gradients that they have now."""
 
 
-class Release:
+class Release(Arrivals):
     """Watches gradients arrive; once a bucket has all of them, updates it and frees them.
 
     Hooks hold the optimizer weakly.
@@ -74,14 +73,10 @@ class Release:
         self._optimizer = weakref.ref(watched)
         self.buckets = buckets_of(watched.layout, watched.device)
         self._bucket_of = {i: n for n, bucket in enumerate(self.buckets) for i in _each(bucket)}
-        self._paused = False
-        owners, this = watched.parameters.owners, weakref.ref(self)
-        handles: list[RemovableHandle] = [
-            owner.register_post_accumulate_grad_hook(_hook(this, i)) for i, owner in enumerate(owners)
-        ]
+        handles, this = self.watch(watched.parameters.owners), weakref.ref(self)
         handles.append(optimizer.register_state_dict_pre_hook(_idle_check(this, "state_dict()")))
         handles.append(optimizer.register_load_state_dict_pre_hook(_idle_check(this, "load_state_dict()")))
-        self._finalizer = weakref.finalize(watched, _take_away, handles)
+        self._finalizer = weakref.finalize(watched, take_away, handles)
         self.forget()
 
     def forget(self) -> None:
@@ -93,15 +88,6 @@ class Release:
     def close(self) -> None:
         """Take the hooks away."""
         self._finalizer()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let backward passes in here only accumulate gradients."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError if a backward pass has begun a step which has not ended."""
@@ -147,19 +133,6 @@ class Release:
 
 def _each(bucket: Bucket) -> range:
     return range(bucket.members.start, bucket.members.stop)
-
-
-def _take_away(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _hook(release: weakref.ref[Release], i: int) -> Callable[[Tensor], None]:
-    def arrived(_: Tensor) -> None:
-        if (watching := release()) is not None:
-            watching.arrived(i)
-
-    return arrived
 
 
 def _idle_check(release: weakref.ref[Release], what: str) -> Callable[..., None]:
