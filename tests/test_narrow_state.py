@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from backends import assert_equal_backends, problem
 from optimizers import objects
-from ranks import simulate
+from ranks import run_ranks, simulate
 from reference_ops import Problem
 from renewal_arguments import renew_arguments, tell_arguments
 from test_frozen_dtype import params, train, values
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from fusedonebit import Lamb, Numerics, OneBitAdam, OneBitLamb, dcp, triton_kernels
+from fusedonebit import Lamb, Numerics, OneBitAdam, OneBitLamb, Wire, dcp, triton_kernels
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import settle
 from fusedonebit.triton_kernels.codes import in_float32, keep_nearest
@@ -194,6 +196,21 @@ def test_every_backend_takes_a_step_of_lamb_from_and_to_fewer_bits_alike(inside,
 
 # ---------------------------------------------------------------- the optimizer
 
+APART = {"bf16": 0.05, "8bit": 0.15}
+"""How far apart from float32's way a short one may end, as a share of it; errors of the other sign double it."""
+
+
+def assert_resumes(optimizer: Any, again: Any, done: int) -> None:
+    """``again``, which is fresh, goes on from ``optimizer``'s state after so many steps as that does itself."""
+    saved, weights = copy.deepcopy(optimizer.state_dict()), values(optimizer)
+    train(optimizer, range(done, done + 6))
+    with torch.no_grad():
+        for p, value in zip(again.param_groups[0]["params"], weights, strict=True):
+            p.copy_(value)
+    again.load_state_dict(saved)
+    train(again, range(done, done + 6))
+    assert all(torch.equal(a, b) for a, b in zip(values(optimizer), values(again), strict=True))
+
 
 @each_state
 def test_lamb_keeps_its_moments_so(state):
@@ -203,22 +220,14 @@ def test_lamb_keeps_its_moments_so(state):
         train(optimizer, range(30))
         runs[each] = torch.cat([x.flatten() for x in values(optimizer)])
         held = optimizer.stats()["state_bytes"] / optimizer.layout.numel
-        assert {"fp32": 8.0, "bf16": 4.0, "8bit": 2.0}[each] <= held
+        expected = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.0}[each]
         print(f"{each}: {held:.2f} bytes of state for each element")
-    apart = (runs[state] - runs["fp32"]).norm() / (
-        runs["fp32"] - torch.cat([x.detach().flatten() for x in params()])
-    ).norm()
-    print(f"{state}: {float(apart):.3f} of the way apart")
-    assert 0 < apart < 0.25
-    saved, weights = copy.deepcopy(optimizer.state_dict()), values(optimizer)
-    train(optimizer, range(30, 34))
-    again = Lamb(params(), 1e-2, numerics=Numerics(state=state))
-    with torch.no_grad():
-        for p, value in zip(again.param_groups[0]["params"], weights, strict=True):
-            p.copy_(value)
-    again.load_state_dict(saved)
-    train(again, range(30, 34))
-    assert all(torch.equal(a, b) for a, b in zip(values(optimizer), values(again), strict=True))
+        assert expected <= held < expected + 0.3  # what there is by block
+    start = torch.cat([x.detach().flatten() for x in params()])
+    apart = float((runs[state] - runs["fp32"]).norm() / (runs["fp32"] - start).norm())
+    print(f"{state}: {apart:.3f} of the way apart")
+    assert 0 < apart < APART[state]
+    assert_resumes(optimizer, Lamb(params(), 1e-2, numerics=Numerics(state=state)), 30)
 
 
 @each_kind
@@ -243,7 +252,7 @@ def test_it_trains_as_float32_does(kind, state):
     a, b, start = (torch.cat([x.flatten() for x in each]) for each in (values(wide), values(half), params()))
     apart = float((a - b).norm() / (a - start.detach()).norm())
     print(f"{kind}: {apart:.3f} of the way apart")
-    assert 0 < apart < 0.25
+    assert 0 < apart < APART[state]
 
 
 def on_ranks(rank: int, transport: Transport, options: dict[str, Any]) -> tuple[list[Tensor], float]:
@@ -267,16 +276,7 @@ def test_ranks_stay_bit_identical(kind, more, state):
 def test_resuming_is_exact(kind, state):
     whole = narrow(kind, state)
     train(whole, range(8))
-    saved = copy.deepcopy(whole.state_dict())
-    weights = values(whole)
-    train(whole, range(8, 14))
-    again = narrow(kind, state)
-    with torch.no_grad():
-        for p, value in zip(again.param_groups[0]["params"], weights, strict=True):
-            p.copy_(value)
-    again.load_state_dict(saved)
-    train(again, range(8, 14))
-    assert all(torch.equal(a, b) for a, b in zip(values(whole), values(again), strict=True))
+    assert_resumes(whole, narrow(kind, state), 8)
 
 
 @each_state
@@ -290,6 +290,35 @@ def test_a_checkpoint_for_any_number_of_ranks_keeps_it(tmp_path, state):
     for optimizer in (first, second):
         train(optimizer, range(8, 12))
     assert all(torch.equal(a, b) for a, b in zip(values(first), values(second), strict=True))
+
+
+def on_two_levels(rank: int, world_size: int, state: str, folder: str) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
+    models = [torch.nn.Linear(33, 40) for _ in range(3)]
+    for model in models:
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)
+    wires = (Wire(hierarchy=mesh), Wire(hierarchy=mesh), Wire())
+    first, second, flat = (
+        OneBitAdam(m.parameters(), 1e-2, warmup=4, numerics=Numerics(state=state), wire=wire)
+        for m, wire in zip(models, wires, strict=True)
+    )
+    train(first, range(10), rank)
+    dcp.save(models[0], first, folder)
+    dcp.load(models[1], second, folder)
+    dcp.load(models[2], flat, folder)  # residuals of parts become those of workers
+    for optimizer in (first, second, flat):
+        train(optimizer, range(10, 14), rank)
+    return values(first), values(second), torch.cat([x.flatten() for x in values(flat)])
+
+
+@pytest.mark.long
+@each_state
+def test_two_levels_keep_it_and_hand_it_to_one(state, tmp_path):
+    found = run_ranks(on_two_levels, 4, state, str(tmp_path / "saved"))
+    for first, second, flat in found:
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert torch.equal(flat, found[0][2])
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
