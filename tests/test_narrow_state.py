@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "living": {"warmup": 4},
     "undivided": {"freeze_step": 4, "precondition": False},
     "ternary": {"freeze_step": 4, "ternary": True},
+    "buckets": {"freeze_step": 4, "buckets": 2, "scale_scope": "layer"},
 }
 LATER = torch.tensor(2**33 + 5)
 """Updates done: a number that 32 bits do not hold."""
