@@ -86,7 +86,8 @@ class PartedAllReduce(FeedbackReducer):
         self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
         self.server_residual = compensated.new_zeros(len(here), layout.chunk_numel if self.serves else 0)
-        self.server_octaves = None if octaves is None else octaves.new_zeros(len(here), layout.blocks_per_chunk)
+        if self.serves and octaves is not None:
+            self.server_octaves = octaves.new_zeros(len(here), layout.blocks_per_chunk)
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         if self.serves:
