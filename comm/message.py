@@ -68,7 +68,7 @@ class Told(NamedTuple):
         sums: Whether the caller applies the result with ``apply_momentum``, and hands it ``Reducer.digest``.
         renewal: The last arguments of the op ``finish``, with which it renews coefficients; or (). Where the step is
             added to those of a round, one ``finish`` alone gets them.
-        drawn: Updates done, int64 [], with which residuals and squares in bfloat16 are rounded. None: all are float32.
+        drawn: Updates done, int64 [], with which residuals and squares are rounded. None: all are float32.
     """
 
     tag: int = 0

@@ -141,7 +141,8 @@ def conserved(optimizer: DistributedOptimizer) -> Tensor:
     residual = torch.zeros_like(optimizer.exp_avg)
     optimizer.reducer.take_residuals(residual)
     total = optimizer.reducer.result().double() + residual.double()
-    return torch.cat([optimizer._in_momentum_units(total, i).reshape(-1) for i in range(len(owners(optimizer)))])
+    parts = [optimizer.parameters.shaped(total, i, optimizer.layout.offset(i)) for i in range(len(owners(optimizer)))]
+    return torch.cat([optimizer._in_momentum_units(part, i).reshape(-1) for i, part in enumerate(parts)])
 
 
 def owners(optimizer: DistributedOptimizer) -> list[Tensor]:

@@ -337,13 +337,21 @@ def test_a_re_warm_up_goes_on_as_narrow(state):
 
 
 @each_state
-def test_a_residual_can_be_looked_at(state):
-    optimizer = narrow("frozen", state)
-    train(optimizer, range(8))
-    p = optimizer.param_groups[0]["params"][0]
-    told = optimizer.stats()["worker_error_norm"]
-    assert optimizer.worker_error(p).dtype is torch.float32
-    assert told > 0
+def test_a_residual_can_be_looked_at_and_stays_as_it_is(state):
+    norms = []
+    for each in ("fp32", state):
+        optimizer = narrow("frozen", each)
+        train(optimizer, range(8))
+        found = [optimizer.worker_error(p) for p in optimizer.param_groups[0]["params"]]
+        norms.append(torch.cat([e.reshape(-1) for e in found]).norm())
+    assert all(e.dtype is torch.float32 for e in found)
+    print(f"residuals have the norm {norms[1] / norms[0]:.3f} times that in float32")
+    assert 0.9 < norms[1] / norms[0] < 1.1
+    before = [kept.clone() for kept in (optimizer.exp_avg, optimizer.exp_avg_sq)]
+    again = [optimizer.worker_error(p) for p in optimizer.param_groups[0]["params"]]
+    assert all(map(torch.equal, again, found))
+    optimizer.momentum(optimizer.param_groups[0]["params"][0])
+    assert all(map(torch.equal, (optimizer.exp_avg, optimizer.exp_avg_sq), before))
 
 
 def test_what_can_not_be_kept_so_is_refused():

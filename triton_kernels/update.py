@@ -240,7 +240,8 @@ def adam_update(
         found_before: int32 [1], written: 0, also where ``skip`` is set; or None.
         drawn: int64 [], the updates done, with which moments that are not float32 are rounded stochastically: to
             nearest, v would stand still. None: they are float32.
-        octaves: uint8 [2, B], written: of each block, where codes of m and of v lie; None: there are no codes.
+        octaves: uint8 [2 or more, B], the first two written: of each block, where codes of m and of v lie; None: there
+            are no codes.
         first: int32 [1], which of a longer index space's blocks the first one is: random bits are those of its place
             there. None: there is none.
     """

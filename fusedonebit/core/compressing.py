@@ -67,7 +67,7 @@ class CompressingOptimizer(DistributedOptimizer):
 
     @property
     def _drawn(self) -> Tensor | None:
-        """Return the updates done where something in bfloat16 is rounded by random bits; else None."""
+        """Return the updates done where residuals or squares are rounded by random bits; else None."""
         return None
 
     @property

@@ -17,7 +17,7 @@ from ..comm import CollectiveError, Transport
 from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
-from .first_contact import NO_GRADIENT, FirstSteps, introduce
+from .first_contact import NO_GRADIENT, FirstSteps, introduce, speaks
 from .handshake import ddp_averages, warn_of_averages
 from .options import Made
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
@@ -189,7 +189,7 @@ class DistributedOptimizer(Keeper):
         if looks and len(self._missing) == len(self.parameters) and self._has_nobody():
             said.append(NO_GRADIENT)
         self.first_steps.say(self, said)
-        if saw_averages and self.transport.rank == self.shards.transport.rank == 0:
+        if saw_averages and speaks(self):
             warn_of_averages()
 
     def _has_nobody(self) -> bool:

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from ..triton_kernels import FlatLayout
 from ..triton_kernels.eager import join
 from ..triton_kernels.tables import Facts, Listed, Pattern
 from .sharding import like, local, shard_mesh
-
-if TYPE_CHECKING:
-    pass
 
 CORRECTIONS: dict[bool | str, torch.dtype] = {"8bit": torch.int8, "16bit": torch.int16}
 """In what ``master_weights`` keeps what bfloat16 parameters lack of masters."""

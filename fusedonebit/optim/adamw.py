@@ -148,15 +148,16 @@ class AdamW(AdamUpdate):
         """Update a bucket in the backward pass; with the first one of a step that begins."""
         assert self._release is not None
         grads = self.parameters.usable_of(bucket.members, self.nothing)
-        if not self._release.done:
+        first = not self._release.done
+        if first:
             self.begin_step()
             self.take_hyper_parameters()
             self.coefficients.begin(renews=False)
             self.parameters.before_update()
         coef = self.coefficient_table()
-        if not self._release.done:
+        if first:
             self._released_with = self.coefficients.tag
-        self._update_bucket(bucket, grads, coef, first=not self._release.done)
+        self._update_bucket(bucket, grads, coef, first)
         self.parameters.after_update(bucket.members)
 
     def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:

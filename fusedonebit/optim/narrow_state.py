@@ -81,7 +81,9 @@ class NarrowState(AveragingOptimizer):
         of_m, of_v, _ = rows_of(self.octaves, 3)
         m, v = self.exp_avg, self.exp_avg_sq
         self.exp_avg, self.exp_avg_sq = in_float32(m, of_m), in_float32(v, of_v, signed=False)
-        yield
-        keep_nearest(self.exp_avg, m, of_m)
-        keep_nearest(self.exp_avg_sq, v, of_v, signed=False)
-        self.exp_avg, self.exp_avg_sq = m, v
+        try:
+            yield
+            keep_nearest(self.exp_avg, m, of_m)
+            keep_nearest(self.exp_avg_sq, v, of_v, signed=False)
+        finally:
+            self.exp_avg, self.exp_avg_sq = m, v

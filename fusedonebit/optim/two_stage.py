@@ -550,22 +550,25 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         if self._phase == "warmup":
             return torch.zeros_like(self.parameters.params[i], dtype=torch.float32)
         self.reducer.settle()
-        with self._moments_in_float32():
-            return self._in_momentum_units(self.exp_avg, i)
+        return self._in_momentum_units(self._values_of("exp_avg", i), i)
 
     def momentum(self, param: Tensor) -> Tensor:
         """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
         if self._phase == "warmup":
             return super().momentum(param)
-        with self._moments_in_float32():
-            return self._in_momentum_units(self.reducer.result(), self._index(param))
+        i = self._index(param)
+        return self._in_momentum_units(self.parameters.shaped(self.reducer.result(), i, self.layout.offset(i)), i)
 
-    def _in_momentum_units(self, flat: Tensor, i: int) -> Tensor:
-        part = self.parameters.shaped(flat, i, self.layout.offset(i))
-        part = part.to(torch.float32, copy=True) if self._unit is None else part / self._unit[i]
+    def _values_of(self, name: str, i: int) -> Tensor:
+        """Return what is kept of one parameter under a name, float32 of its shape."""
+        (spec,) = (spec for spec in self.kept if spec.name == name)
+        return self.part_of(spec, i).float()
+
+    def _in_momentum_units(self, part: Tensor, i: int) -> Tensor:
+        part = part.clone() if self._unit is None else part / self._unit[i]
         if self.options.precondition:
-            v, k = self.parameters.shaped(self.exp_avg_sq, i, self.layout.offset(i)), self.coefficient_table()[i]
-            part *= denominator(v.float(), k, self.options.eps_inside_sqrt)
+            v, k = self._values_of("exp_avg_sq", i), self.coefficient_table()[i]
+            part *= denominator(v, k, self.options.eps_inside_sqrt)
         return part
 
     def described(self) -> list[str]:

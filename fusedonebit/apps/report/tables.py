@@ -80,9 +80,8 @@ def _result(run: Run, slot: int, heads: Sequence[str]) -> str:
     losses = run.get("loss").values
     tail = [y for y in losses[-TAIL:] if math.isfinite(y)]
     train = sum(tail) / len(tail) if tail else (losses[-1] if losses else None)
-    sent, fp32 = last(run, "bytes_total"), last(run, "bytes_fp32")
     phases = run.get("phase").values
-    ratio = fp32 * run.last_step / sent if sent and fp32 else None
+    fewer = saving(run)
     planned = planned_steps(run)
     far = f"{run.last_step:,}" + (f" of {planned:,}" if planned and planned > run.last_step else "")
     cells = [
@@ -92,8 +91,8 @@ def _result(run: Run, slot: int, heads: Sequence[str]) -> str:
         number(run.get("held_out_loss").values[-1] if run.get("held_out_loss").values else None),
         number(min(held) if held else None),
         in_bytes(last(run, "bytes_step")),
-        in_bytes(sent),
-        ABSENT if ratio is None else f"{ratio:.3g}x",
+        in_bytes(last(run, "bytes_total")),
+        ABSENT if fewer is None else f"{fewer:.3g}x",
         number(last(run, "skipped_steps")),
         number(last(run, "vetoed_steps")),
         number(last(run, "tokens_per_s")),
@@ -124,6 +123,12 @@ def planned_steps(run: Run) -> int | None:
     settings = run.header.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     return steps if isinstance(steps, int) and not isinstance(steps, bool) else None
+
+
+def saving(run: Run) -> float | None:
+    """Return how many times more bytes float32 gradients would have taken; None where that is not recorded."""
+    sent, fp32 = last(run, "bytes_total"), last(run, "bytes_fp32")
+    return fp32 * run.last_step / sent if sent and fp32 else None
 
 
 def last(run: Run, key: str) -> float | None:

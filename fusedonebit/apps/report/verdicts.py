@@ -8,7 +8,7 @@ from html import escape
 from typing import Literal, NamedTuple
 
 from .read import Run
-from .tables import in_bytes, last, number
+from .tables import in_bytes, last, number, saving
 
 SAVES = 1.05
 """Times fewer bytes than float32 gradients from which on a run counts as one that saves."""
@@ -54,12 +54,6 @@ def baseline(run: Run, runs: Sequence[Run]) -> Run | None:
     found = [each for each in runs if each.phases == ["uncompressed"]]
     beside = [each for each in found if each.folder == run.folder]
     return next((some[0] for some in (beside, found) if len(some) == 1), None)
-
-
-def saving(run: Run) -> float | None:
-    """Return how many times more bytes float32 gradients would have taken; None where that is not recorded."""
-    sent, fp32 = last(run, "bytes_total"), last(run, "bytes_fp32")
-    return fp32 * run.last_step / sent if sent and fp32 else None
 
 
 def _loss(run: Run) -> Verdict | None:
