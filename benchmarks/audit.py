@@ -31,19 +31,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.audit_cases import (
-    CASES,
-    MERGE_LIMIT,
-    PEERS,
-    PER_LAYER,
-    ROUNDS,
-    STEPS,
-    VARIANTS,
-    Case,
-    Loops,
-    round_bytes,
-    step_bytes,
-)
+from benchmarks.audit_cases import CASES, PER_LAYER, VARIANTS, Case, Loops
+from benchmarks.audit_steps import MERGE_LIMIT, PEERS, ROUNDS, STEPS, round_bytes, step_bytes
 from fusedonebit.triton_kernels.op import OPS
 
 LIMITS = Path(__file__).with_name("limits.json")

@@ -25,7 +25,7 @@ from fusedonebit.optim.policies import DoublingVariance, Progress
 from fusedonebit.triton_kernels import using
 
 from . import deepspeed_peer
-from .audit_cases import ROUNDS, STEPS, round_bytes, step_bytes
+from .audit_steps import ROUNDS, STEPS, round_bytes, step_bytes
 from .bytes_plot import draw
 from .device_bytes import DeviceBytes
 from .kernels import audited

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.audit_cases import STEPS, step_bytes
+from benchmarks.audit_steps import STEPS, step_bytes
 
 ROOT = Path(__file__).parent.parent
 # Nothing is in Triton's cache of kernels where it has never run: then the audit takes minutes of a core.

@@ -17,7 +17,7 @@ import backends as compare
 import pytest
 import torch
 
-from benchmarks import audit_cases, optimizers, registry
+from benchmarks import audit_steps, optimizers, registry
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import profiled, runner, shares, smoke, steps
 from benchmarks.gpu.runner import Job, Stage, run
@@ -303,7 +303,7 @@ def test_a_profile_counts_kernels_copies_and_fills_and_no_ranges_or_host_events(
 def test_bytes_of_kernels_are_those_of_the_whole_step(peer):
     step = steps.STEPS[peer.audited]
     moved = profiled.kernel_bytes(steps.audited(), step, 8)
-    assert sum(moved.values()) == pytest.approx(audit_cases.step_bytes(steps.audited(), step, 8))
+    assert sum(moved.values()) == pytest.approx(audit_steps.step_bytes(steps.audited(), step, 8))
 
 
 def test_a_check_that_fails_is_a_row_and_ends_no_other(monkeypatch):

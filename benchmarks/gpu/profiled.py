@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..audit_cases import Step
+from ..audit_steps import Step
 from ..timing import Call, synchronise
 
 PROFILED = 5

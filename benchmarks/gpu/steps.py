@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedonebit import Numerics, Wire
 
 from .. import deepspeed_peer
-from ..audit_cases import STEPS
+from ..audit_steps import STEPS
 from ..kernels import audited, copy_speed
 from ..loopback import Loopback
 from ..optimizers import FUSED, LR, THEIRS, Step, deepspeed, extra_bytes, numel_of, of_shapes
