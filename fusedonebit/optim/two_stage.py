@@ -8,9 +8,8 @@ update from synchronised momentum bits). ``adam.OneBitAdam`` is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,169 +17,21 @@ from torch import Tensor
 from ..comm import Flag, Told
 from ..comm.reducer import Compress
 from ..comm.squares import NOWHERE, Looks
-from ..core.compressing import FeedbackOptimizer
-from ..core.options import Made
-from ..core.overlap import make_reducer
-from ..core.settings import Freeze, Options
-from ..core.state.header import (
-    AMOUNT,
-    COMPRESSED,
-    COUNT,
-    STEPS,
-    STEPS_OF_EACH,
-    TABLE,
-    Field,
-    check_each,
-    damaged,
-    each,
-    list_of,
-    one_or_each,
-    or_none,
-)
-from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
-from ..triton_kernels import Coef, freeze, rewarm, update_sums
-from ..triton_kernels.renewal import LEVELS
+from ..triton_kernels import Coef, freeze, rewarm
 from ..triton_kernels.scaling import SQUARES
-from .averaging import DTYPE, AveragingOptimizer
-from .freezing import UNSETTLED, AutoFreeze, DeadCoordinates, denominator, quantile_floor, warn_text
-from .guard import LEAST_SQUARE, DivergenceGuard
-from .living import LEAST_COUNTS, LivingVariance
-from .onebit_options import OneBitOptions, Variance
-from .warm_start import warm_start
-
-_BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
-"""What settled options were before checkpoints said so; of others False."""
+from .freezing import UNSETTLED, DeadCoordinates, quantile_floor, warn_text
+from .two_stage_state import TwoStageState
 
 
-class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
+class OneBitOptimizer(TwoStageState):
     """Skeleton of a 1-bit optimizer; see the module's docstring.
 
     Args:
         params, defaults, freeze_step, variance, keywords: As for ``OneBitAdam``.
     """
 
-    settings: ClassVar[type[Options]] = OneBitOptions
-    options: OneBitOptions
-    kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full", kept_in=DTYPE),
-        StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True, kept_in=DTYPE),
-        *FeedbackOptimizer.kept,
-        StateSpec(
-            *("worker_sq", "part", "reducer.worker_sq"),
-            stage="compressed",
-            of_rank=True,
-            when="follows_squares",
-            not_negative=True,
-        ),
-        StateSpec("variance_level", "tensor", "living.levels", LEVELS, stage="compressed", when="follows_squares"),
-    )
-    phases: ClassVar = {"warmup": False, "compression": True}
-    header_fields: ClassVar = {
-        **COMPRESSED,
-        "settled": Field(TABLE),
-        "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
-        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "coefficients.variance_betas"),
-        "freeze_step": Field(or_none(COUNT), False, at="_frozen_at"),
-        "freeze_due": Field(or_none(COUNT), False),
-        "rewarms": Field(COUNT, False, at="_rewarms"),
-        "vetoed": Field(COUNT, False, at="outcomes.vetoed"),
-        "veto_at": Field(or_none(COUNT), False, at="outcomes.veto_at"),
-        "guard": Field(or_none(list_of(STEPS, 2)), False),
-        "dead_tensors": Field(list_of(COUNT), one_per="index", at="dead_tensors"),
-        "dead_coordinates": Field(COUNT, at="dead_coordinates"),
-        "auto": Field(or_none(TABLE), False),
-        "renewals": Field(or_none(list_of(COUNT)), False),
-    }
-
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        freeze_step: Any,
-        variance: Variance | None = None,
-        **keywords: Any,
-    ) -> None:
-        if variance is None:
-            variance = "shared" if freeze_step is None else "frozen"
-        keywords["variance"] = variance
-        freeze_step = "auto" if freeze_step is None else freeze_step
-        freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
-        said: dict[str, Any] = {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
-        said |= {"freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
-        super().__init__(params, defaults, **said, **keywords)
-        if freeze.warm_start is not None:
-            self._begin_warm(warm_start(self, freeze.warm_start))
-
-    def build(self) -> None:
-        super().build()
-        options, device = self.options, self.device
-        self.follows_squares = options.lives
-        self.living = LivingVariance(self) if options.lives else None
-        self.reducer = make_reducer(self, vars(self).get("reducer"))
-        self._entered = torch.zeros_like(self.own_steps)  # updates of v; infinite where it is corrected
-        self._warming = True  # v follows the gradients
-        self._unit: Tensor | None = None
-        beta2 = max(float(group["betas"][1]) for group in self.param_groups)
-        self._freeze_due = options.latest_freeze(beta2)
-        self._frozen_at: int | None = None
-        self._guard = DivergenceGuard(device, not options.precondition and options.scale_scope != "block")
-        self._rewarms = 0
-        self.dead_tensors: list[int] = []
-        self.dead_coordinates = 0
-        self._auto: AutoFreeze | None = None
-        if options.watches:
-            self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
-            self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
-
-    def check_levels(self) -> None:
-        if self.options.bucket_count > 1 or self.options.overlap:
-            raise ValueError("hierarchy must be None with Wire(overlap=True) or several buckets; choose one of them")
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""
-        return self.reducer.paused()
-
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super().check_group(group, name)
-        rewarms = self.options.rewarm_every > 0 or self.options.guard == "rewarm"
-        if rewarms and float(group["betas"][0]) == 0.0:
-            raise ValueError(
-                f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
-                f'{name or "the defaults"}; or pass Faults(guard="warn", rewarm_every=0)'
-            )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``DistributedOptimizer``; not after a warm start or a re-warm-up either."""
-        # New parameters' variance would have to be corrected as well.
-        if self._built and self._phase == "warmup" and self._is_corrected:
-            raise RuntimeError(
-                "add_param_group must be called before the first freeze, and not after a warm start: the new "
-                "parameters would have no variance; construct a new optimizer"
-            )
-        super().add_param_group(param_group)
-        if self._built:
-            self._entered.copy_(self.own_steps)
-
-    @property
-    def _is_corrected(self) -> bool:
-        """Tell whether the variance is corrected for its start at 0, as after a warm start or a re-warm-up."""
-        return bool(self._entered.isinf().any())
-
-    def _exclude(self, tensors: Sequence[int]) -> None:
-        """Leave tensors out of everything from now on."""
-        self.dead_tensors = list(tensors)
-        self.live = self.active_mask(excluded=tensors)
-        self.reducer.set_live(self.live)
-
     # ---------------------------------------------------------------- the step
-
-    def coefficient_table(self) -> Tensor:
-        self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
-        waiting = None if self._phase == "warmup" or self.options.precondition else self.living
-        mean_sq = None if waiting is None else waiting.mean_sq
-        return self.coefficients(self._taken, Made(self.own_steps, self._entered, self._warming, self._unit, mean_sq))
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "warmup":
@@ -196,16 +47,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
     def weighs(self) -> int:  # type: ignore[override]
         """See ``CompressingOptimizer``; a living variance counts squares of gradients."""
         return 1 if self.living is None else SQUARES
-
-    @property
-    def entered(self) -> Tensor:
-        """Return how many updates have entered each tensor's v, infinite where it is corrected: float64 [tensors]."""
-        return self._entered
-
-    @property
-    def block_tensor(self) -> Tensor:
-        """Return each block's tensor, int32 [B]."""
-        return self._block_tensor
 
     @property
     def _drawn(self) -> Tensor | None:
@@ -335,11 +176,6 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         """Let moments that are kept otherwise be float32 while stages change."""
         return nullcontext()
 
-    def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
-        """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
-        self.exp_avg_sq.mul_(self.live.mask())
-        self._entered.fill_(math.inf)
-
     @torch.no_grad()
     def _rewarm(self, after_veto: bool) -> None:
         """Begin a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
@@ -376,207 +212,5 @@ class OneBitOptimizer(FeedbackOptimizer, AveragingOptimizer):
         self._exclude([])
         self.publish_state()
 
-    def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
-        """Return of each block the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
-        return update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables)
-
-    def _arm_guard(self, last: Tensor) -> None:
-        """Tell the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
-        if self.options.guard == "off":
-            return
-        owner, live = self._block_tensor, self.live.numel.double()
-        factor = self._layer_factor().double().square()[owner]
-        beta1 = self.coefficient_table()[:, Coef.BETA1].double()[owner]
-        # Momentum of pure noise has this norm; a training run at rest may have less.
-        share = ((1 - beta1) / (1 + beta1)).clamp(min=LEAST_SQUARE)
-        noise = self.shards.sum((live * factor * share).sum()).sqrt()
-        self._guard.arm(last, noise, self._update_weights())
-
-    def weigh_guard(self) -> None:
-        """Tell the guard of a variance that was renewed; preconditioned updates are divided already."""
-        if self.options.guard != "off" and not self.options.precondition:
-            self._guard.weigh(self._update_weights())
-
-    def _update_weights(self) -> Tensor:
-        """Return the square of the norm of an update by block where all sizes are 1: float64 [B]."""
-        owner, coef = self._block_tensor, self.coefficient_table()
-        weight = self.live.numel.double() if self.options.precondition else self._update_sums(None, coef)
-        factor = self._layer_factor().double().square()[owner]
-        return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
-
-    def _layer_factor(self) -> Tensor:
-        """Return what an update is multiplied with besides the learning rate: float32 [tensors]."""
-        return torch.ones(len(self.layout.sizes), device=self.device)
-
     def _before_compression(self) -> None:
         """Take from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def settle(self) -> None:
-        if self.compressed:
-            if self.living is not None:
-                self.living.settle(self)
-            self.reducer.settle()
-
-    def _held(self) -> list[Tensor]:
-        living = [] if self.living is None else self.living.state()
-        return [*super()._held(), self._entered, *self._guard.state(), *living]
-
-    def _settled(self) -> dict[str, Any]:
-        """Return options that say in which unit, or with what, the compression stage goes on."""
-        own = self.options
-        told: dict[str, Any] = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
-        told["frozen_dtype"] = str(own.variance_dtype)
-        return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
-
-    def plain_state(self) -> dict[str, Any]:
-        return super().plain_state() | {
-            "settled": self._settled(),
-            "variance_step": one_or_each(self._entered),
-            "freeze_due": self._freeze_due,
-            "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
-            "auto": None if self._auto is None else self._auto.state_dict(),
-            "renewals": None if self.living is None else self.living.state_dict(),
-        }
-
-    def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
-            for name, now in self._settled().items():
-                # What is missing did not exist when it was written.
-                was = header["settled"].get(name, _BEFORE.get(name, False))
-                if was != now:
-                    way_out = f'; pass variance="{was}", or warm_start' if name == "variance" else ""
-                    raise ValueError(
-                        f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
-                        f"changed before the freeze{way_out}"
-                    )
-            if self.living is not None and len(header.get("renewals") or ()) < LEAST_COUNTS:
-                damaged("renewals", f"have {LEAST_COUNTS} counts or more", repr(header.get("renewals")))
-        super().check_plain_state(header)
-        if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
-            raise ValueError(
-                f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
-                f"got {header.get('freeze_due')!r}; load another checkpoint"
-            )
-        if header.get("auto") is not None:
-            check_each(header["auto"], AutoFreeze.fields, "auto.")
-            if self._auto is not None:
-                self._auto.check(header["auto"])
-
-    def resume(self, header: Mapping[str, Any]) -> None:
-        super().resume(header)
-        if self._auto is not None and header.get("auto") is not None:
-            self._auto.load_state_dict(header["auto"])
-        entered = self.own_steps
-        if "variance_step" in header:
-            entered = each(header["variance_step"], self.own_steps)
-            # One number for all tensors may be more than some have had.
-            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.own_steps))
-        self._entered.copy_(entered)
-        if self._rewarms:
-            self._freeze_due = header["freeze_due"]
-        if header["phase"] != "compression":
-            return
-        self._phase = "compression"
-        self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
-        self._warming = False
-        if self.coefficients.variance_betas is None:  # written before it was kept
-            self.coefficients.freeze_variance(self._taken)
-        self._exclude(self.dead_tensors)
-
-    def resumed(self, header: Mapping[str, Any]) -> None:
-        if self.living is not None and header.get("renewals") is not None:
-            self.living.resume(self, header["renewals"])
-        if self._phase == "compression":
-            self.reducer.serve_again()
-            self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
-        if header.get("guard") and self.options.guard != "off":
-            self._guard.resume(*header["guard"])
-
-    # ---------------------------------------------------------------- what users look at
-
-    def stats(self, layers: bool = False) -> dict[str, Any]:
-        """Return where training stands. Waits for the device.
-
-        Args:
-            layers: Also look at every layer, at no more cost than a few sums per block of it.
-
-        Returns:
-            What ``CompressingOptimizer.stats`` does, and: freeze_step (updates before the last freeze, None before the
-            first); rewarms; vetoed_steps (of those skipped); update_norm (of the last compressed update, divided by the
-            learning rate) and update_norm_limit (the guard's); worker_error_norm (this rank's residual),
-            server_error_norm (of the chunk it serves) and compensated_norm (of what was compressed), all three 0 in the
-            warm-up and in the unit in which things are compressed; residual_over_momentum (of the last compressed step,
-            see ``CompressedAllReduce.residual_ratio``); dead_tensors (names; of a living variance those that
-            wait for a gradient); dead_coordinates (with v == 0 at the freeze, in other tensors); renewals (of a living
-            variance). With ``layers`` also "layers", lists with one entry per tensor: name, and
-            residual_over_momentum (of this rank's residual, of sharded parameters and of nodes' parts what is here).
-        """
-        compensated, worker_error, server_error = self.reducer.norms()
-        told = super().stats() | {
-            "freeze_step": self._frozen_at,
-            "rewarms": self._rewarms,
-            "vetoed_steps": self.outcomes.vetoed,
-            "update_norm": float(self._guard.norm),
-            "update_norm_limit": float(self._guard.limit),
-            "residual_over_momentum": self.reducer.residual_ratio() if self.compressed else 0.0,
-            "compensated_norm": compensated,
-            "worker_error_norm": worker_error,
-            "server_error_norm": server_error,
-            "dead_tensors": [self.parameters.names[i] for i in self._dead_now()],
-            "renewals": 0 if self.living is None else self.living.renewals,
-            "dead_coordinates": self.dead_coordinates,
-        }
-        return told | {"layers": self._layer_stats()} if layers else told
-
-    def _dead_now(self) -> list[int]:
-        living = self.living if self.compressed else None
-        return self.dead_tensors if living is None else living.waiting()
-
-    def _layer_stats(self) -> dict[str, list[Any]]:
-        # 0 in the warm-up and where a step was skipped. From the sums over blocks that the last step has made anyway:
-        # no element is read, nothing of full size made.
-        squares = torch.zeros(2, len(self.layout.sizes), dtype=torch.float64, device=self.device)
-        if self.compressed:
-            squares.index_add_(1, self._block_tensor, self.reducer.squares_by_block())
-        error, momentum = squares
-        ratio = torch.where(momentum > 0, error / momentum, 0.0).sqrt()
-        return super()._layer_stats() | {"residual_over_momentum": ratio.tolist()}
-
-    def worker_error(self, param: Tensor) -> Tensor:
-        """Return this rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
-        i = self._index(param)
-        if self._phase == "warmup":
-            return torch.zeros_like(self.parameters.params[i], dtype=torch.float32)
-        self.reducer.settle()
-        return self._in_momentum_units(self._values_of("exp_avg", i), i)
-
-    def momentum(self, param: Tensor) -> Tensor:
-        """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
-        if self._phase == "warmup":
-            return super().momentum(param)
-        i = self._index(param)
-        return self._in_momentum_units(self.parameters.shaped(self.reducer.result(), i, self.layout.offset(i)), i)
-
-    def _values_of(self, name: str, i: int) -> Tensor:
-        """Return what is kept of one parameter under a name, float32 of its shape."""
-        (spec,) = (spec for spec in self.kept if spec.name == name)
-        return self.part_of(spec, i).float()
-
-    def _in_momentum_units(self, part: Tensor, i: int) -> Tensor:
-        part = part.clone() if self._unit is None else part / self._unit[i]
-        if self.options.precondition:
-            v, k = self._values_of("exp_avg_sq", i), self.coefficient_table()[i]
-            part *= denominator(v, k, self.options.eps_inside_sqrt)
-        return part
-
-    def described(self) -> list[str]:
-        options = self.options
-        scale = f"scale: {options.scale_norm}, {options.scale_scope}"
-        scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
-        half = ["frozen_dtype: bfloat16"] if options.variance_dtype is torch.bfloat16 else []
-        warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self._freeze_due!r}"
-        if options.lives:
-            warmup = f"variance: {options.variance}, after {self._freeze_due} updates"
-        return [warmup, scale, *half]
