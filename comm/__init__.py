@@ -8,6 +8,7 @@ by its own name.
 
 from __future__ import annotations
 
+from ..ring_topology import Topology, torus_rows
 from ..triton_kernels.headers import Flag, Word
 from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
@@ -18,7 +19,6 @@ from .message import Limit, Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
 from .reducer import Reducer
-from .ring_topology import Topology, torus_rows
 from .shards import ShardGroup
 from .sign_vote import SignVote
 from .simulated import SimulatedGroup, SimulatedTransport

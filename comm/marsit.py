@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ring_topology import TOPOLOGIES, Stage, Topology, stages
 from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
 from ..triton_kernels.headers import CHECKED, Flag, Word
 from ..triton_kernels.marsit_signs import hashed, threshold_of
 from .message import Messages, Told, layout_word
-from .ring_topology import TOPOLOGIES, Stage, Topology, stages
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
 

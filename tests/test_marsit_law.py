@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport
-from fusedonebit.comm.ring_topology import Stage
+from fusedonebit.ring_topology import Stage
 from fusedonebit.triton_kernels import FlatLayout, unpack
 
 DRAWS = 1 << 20

@@ -95,6 +95,15 @@ def test_the_command_says_where_not_to_compress_and_what_would_have_to_differ(tm
     assert second.endswith(" a GPU")
 
 
+def test_a_network_that_no_message_crosses_is_told_first(tmp_path, capsys):
+    assert plan(tmp_path, gpus="8", nvlink=None, gpus_per_node=None) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("--network is not what decides here: 8 GPUs are taken for one node (--gpus-per-node 8)")
+    assert "pass --gpus-per-node 1" in first
+    assert plan(tmp_path, gpus="8", nvlink=None, gpus_per_node="1") == 0
+    assert "--network is not" not in capsys.readouterr().out
+
+
 def test_one_node_without_nvlink_needs_no_network(tmp_path, capsys):
     assert plan(tmp_path, **ONE_NODE, pcie="12GB/s", step_ms="100") == 0
     out = capsys.readouterr().out

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ...comm.message import Told
-from ...comm.ring_topology import Hop, Stage, Topology, stages
 from ...comm.rounds import Prepare, RoundAllReduce
 from ...comm.transport import Transport
+from ...ring_topology import Hop, Stage, Topology, stages
 from ...triton_kernels import FlatLayout
 from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits, width_of
 

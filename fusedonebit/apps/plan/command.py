@@ -23,6 +23,11 @@ DESCRIPTION = (
 )
 MOST = 10**6
 
+ONE_NODE = (
+    "--network is not what decides here: {} GPUs are taken for one node (--gpus-per-node {}), whose links --nvlink or "
+    "--pcie tells; if they are in several nodes, pass --gpus-per-node 1, or as many as one has\n"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
@@ -90,6 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     from .tables import show
 
     plan, console = _plan(arguments), Console(highlight=False)
+    told_links = arguments.nvlink or arguments.pcie
+    if arguments.network and not told_links and 1 < arguments.gpus <= arguments.gpus_per_node:
+        console.print(ONE_NODE.format(arguments.gpus, arguments.gpus_per_node), soft_wrap=True)
     show(plan, console)  # before the picture, which takes seconds
     absent = missing("matplotlib")
     picture = f"a picture needs {absent}" if absent else f"picture: {_draw(plan, Path(arguments.out))}"

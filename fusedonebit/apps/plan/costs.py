@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
-from ...comm import Topology, torus_rows
+from ...ring_topology import Topology, torus_rows
 from .collectives import Cost, all_gather, all_reduce, all_to_all, ring_bandwidth
 from .network import TYPICAL, Network
 from .overlap import Buckets, ddp, ours, whole
