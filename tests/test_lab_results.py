@@ -118,7 +118,7 @@ def test_moments_in_fewer_bits_cost_next_to_nothing(name):
     assert len(worse) <= WORSE[name]
 
 
-NARROW = {"onebit-adam-state-bf16": (5, 0), "onebit-adam-state-8bit": (5, 1)}
+NARROW = {"onebit-adam-state-bf16": (2, 0), "onebit-adam-state-8bit": (3, 1)}
 """Tasks on which state in fewer bits is worse than in float32 by more than 0.5 %, or 0.05 dec: as many as are recorded;
 and those of which that is more than two standard errors."""
 
@@ -129,7 +129,7 @@ def test_residuals_in_fewer_bits_cost_little_that_seeds_tell_apart(name):
     for task, kind in TASKS.items():
         narrow, wide = (view.runs(RECORDS, task, each) for each in (name, "onebit-adam-living"))
         seeds = sorted(narrow.keys() & wide.keys())
-        assert len(seeds) >= 5
+        assert len(seeds) >= 10
         ratios = torch.tensor([narrow[s]["metric"] / wide[s]["metric"] for s in seeds], dtype=torch.float64)
         each, unit, limit = (ratios.log10(), "dec", 0.05) if kind.noiseless else (100 * (ratios - 1), "%", 0.5)
         mean, error = float(each.mean()), float(each.std() / len(each) ** 0.5)
