@@ -165,20 +165,46 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         """Average one bucket; ``synchronise`` averages the others. All ranks start buckets in the same order."""
         self.under_way.add(bucket)
         part = self.parts[bucket]
+        part.exchange(compress, self._told(part, told))
+
+    @staticmethod
+    def _told(part: CompressedAllReduce, told: Told) -> Told:
         # Of its own tensors alone: a bucket that was sent earlier could not know of others'.
-        missing = [i for i in told.missing if part.layout.sizes[i]]
-        part.exchange(compress, told._replace(missing=missing, limit=None))
+        return told._replace(missing=[i for i in told.missing if part.layout.sizes[i]], limit=None)
+
+    @property
+    def together(self) -> bool:
+        """Tell whether no rank starts a bucket before the step, so that all buckets can travel in two collectives."""
+        return self.serves
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         """Average the buckets that have not been started, the last first; all are skipped, or none."""
-        for bucket in reversed(range(self.count)):
-            if bucket not in self.under_way:
-                self.start(bucket, compress, told)
+        if self.together:
+            self._exchange_together(compress, told)
+        else:
+            for bucket in reversed(range(self.count)):
+                if bucket not in self.under_way:
+                    self.start(bucket, compress, told)
         self.under_way.clear()
         absent = [part.absent for part in self.parts if part.absent is not None]
         self.absent = torch.stack(absent).any(0) if absent else None
         self.hold = self._no_flags if told.hold is None else told.hold
         self.receive(told)
+
+    def _exchange_together(self, compress: Compress, told: Told) -> None:
+        """Average all buckets by messages that are those of all of them, one behind the other."""
+        world_size = self.transport.world_size
+        for part in reversed(self.parts):
+            part.write(compress, self._told(part, told))
+        sent = torch.stack([part.to_servers.buffer for part in self.parts], 1)
+        arrived = torch.empty_like(sent)  # [ranks, buckets, bytes]
+        of_parts = self.gathered.buffer.view(self.count, world_size, -1)
+        self.transport.all_to_all(arrived.view(world_size, -1), sent.view(world_size, -1))
+        of_parts.copy_(arrived.transpose(0, 1))
+        for part in self.parts:
+            part.serve(self._told(part, told))
+        self.transport.all_gather(arrived.view(world_size, -1), self.served.buffer.view(1, -1))
+        of_parts.copy_(arrived.transpose(0, 1))
 
     def receive(self, told: Told) -> None:
         """Take up all buckets together; what one rank alone has made of each only wants to be closed."""

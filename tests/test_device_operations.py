@@ -109,7 +109,7 @@ CASES = {
     "OneBitLamb, living, tells squares": Case(*LIVING_LAMB, 10, "compression", (14, 9), (15, 10)),
     "OneBitLamb, living, renews": Case(*LIVING_LAMB, 11, "compression", (24, 18), (15, 10)),
     "OneBitAdam, 4 buckets": Case(
-        OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (27, 11), (27, 11)
+        OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (24, 11), (24, 11)
     ),
     "OneBitLamb, clips, scaler": Case(
         OneBitLamb, {"freeze_step": 2, **CLIPS}, 4, "compression", (14, 8), (14, 8), scaler=True

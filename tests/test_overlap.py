@@ -139,7 +139,7 @@ def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dic
             model, optimizer = make(name, overlap=overlap, **given)
             phases.append(train(model, optimizer, rank, steps, **told))
             states.append(whole_state(optimizer))
-            sent.append({k: optimizer.stats()[k] for k in ("bytes_total", "collectives_step", "skipped_steps")})
+            sent.append({k: optimizer.stats()[k] for k in ("bytes_total", "skipped_steps")})
         *others, one = states
         unequal = [
             key for key in one for other in others if not np.array_equal(np.ravel(one[key]), np.ravel(other[key]))

@@ -93,7 +93,13 @@ def tried(rank: int, world_size: int, slower: str, silent: int) -> dict[str, Any
             sent = set(optimizer.reducer.under_way) if overlap else set()
             said = [str(w.message) for w in caught if issubclass(w.category, FusedOneBitWarning)]
             optimizer.step()
-            found[str(overlap)] = (whole_state(optimizer), sent, [text for text in said if "overlap" in text])
+            collectives = optimizer.stats()["collectives_step"]
+            found[str(overlap)] = (
+                whole_state(optimizer),
+                sent,
+                [text for text in said if "overlap" in text],
+                collectives,
+            )
     finally:
         OverlapTrial.begin_step = real  # type: ignore[method-assign]
     return found
@@ -108,6 +114,8 @@ def test_all_ranks_decide_alike_and_no_bit_changes(slower, silent):
         assert run["always"][1] == {1, 2}
         assert len(run["True"][2]) == (rank == 0 and not kept)
         assert run["always"][2] == run["False"][2] == []
+        # Buckets that nobody sends early travel together: switched off, it costs what it would without.
+        assert [run[overlap][3] for overlap in ("always", "True", "False")] == [6, 6 if kept else 2, 2]
         states = [run[overlap][0] for overlap in ("True", "always", "False")]
         assert all(np.array_equal(np.ravel(states[0][k]), np.ravel(other[k])) for other in states for k in states[0])
     if not kept:

@@ -92,6 +92,11 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         self._finalizer = weakref.finalize(optimizer, _take_away, handles, self._thread)
         self._forget()
 
+    @property
+    def together(self) -> bool:
+        """See ``BucketedAllReduce``; whatever this rank has started, all ranks agree on what they may."""
+        return self.trial is not None and not self.trial.overlaps and super().together
+
     def synchronise(self, compress: Compress, told: Told) -> None:
         """See ``Reducer``; waits for what the backward pass has sent. ``error`` says what went wrong there."""
         self._check_gradients()
