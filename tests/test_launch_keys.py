@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 NOT_IN_STEPS = {"pack": "by itself it is for users: steps pack in the kernels that compress"}
 IN_STEPS = {name for name in OPS if hasattr(ops, name)} - NOT_IN_STEPS.keys()
 """Without those that other tests, in the same process, declare."""
-SPILLING = {"sm_80": ["local_step", "renew"], "sm_90": ["momentum_compress"], "sm_100": ["local_step"]}
+SPILLING = {"sm_80": ["local_step"], "sm_90": ["momentum_compress"], "sm_100": ["local_step"]}
 """Kernels with one key of which the assembler keeps one value of a thread, 4 or 8 bytes, in memory; may only get less.
 
 It does so to stay at fewer registers than a thread may have.

@@ -59,6 +59,9 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
         m, v = tl.where(fine, m, m_before), tl.where(fine, v, v_before)
     if exp_avg_sq_sums is not None:
         tl.store(exp_avg_sq_sums + b, io.total_of(v))
+        m = rules.momentum(m_before, g, k)  # again, behind the sum, or sm_80 spills a register
+        if found is not None:
+            m = tl.where(fine, m, m_before)
     bits = io.moment_bits(drawn, io.place_in_whole(b, first), i, BLOCK_SIZE)
     kept_m = io.store_kept(exp_avg, octaves, bits, b, i, m, True, BLOCK_SIZE)
     kept_v = io.store_kept(exp_avg_sq, of_v, bits, b, i, v, False, BLOCK_SIZE)
