@@ -117,7 +117,7 @@ def draw(found: Found, path: Path) -> None:
             colour = method_colour(curve.name)
             end = curve.megabytes[-1], curve.losses[-1]
             fewer = made[0].megabytes[-1] / end[0]
-            told = f"{end[0]:.0f} MB" + (f"\n{fewer:.0f}x less" if curve is not made[0] else "")
+            told = f"{end[0]:.{end[0] < 10:d}f} MB" + (f"\n{fewer:.0f}x less" if curve is not made[0] else "")
             axis.plot(curve.megabytes[1:], curve.losses[1:], color=colour, linewidth=3, label=METHODS[curve.name])
             axis.plot(*end, "o", color=colour, markersize=10)
             axis.annotate(told, end, (0, -12), textcoords="offset points", ha="center", va="top", color=colour)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedonebit import Numerics, OneBitAdam, ddp
+from fusedonebit import Numerics, OneBitAdam, dcp, ddp
 
 STEPS = 2
 
@@ -287,6 +287,17 @@ def a_layer_unfrozen_during_training() -> None:
     train(model, optimizer, steps=1)
 
 
+@alone(r"OneBitAdam got an unexpected keyword argument 'fused': leave it out")
+def an_argument_of_torchs_optimizers() -> None:
+    OneBitAdam(net().parameters(), lr=1e-3, fused=True)
+
+
+@alone(r"must be the folder of a complete checkpoint, but it does not exist")
+def a_checkpoint_that_is_not_there() -> None:
+    model = net()
+    dcp.load(model, OneBitAdam(model.parameters()), "nowhere")
+
+
 @alone(r"add_param_group must be called before the freeze")
 def a_group_added_after_the_warmup() -> None:
     model = net()
@@ -461,6 +472,25 @@ def attach_the_wrong_way_round(rank: int) -> None:
 def attached_with_a_part_of_the_parameters(rank: int) -> None:
     model = DistributedDataParallel(net())
     ddp.attach(model, OneBitAdam(model.module[0].parameters()))
+
+
+@together(r"parameters must be frozen after attach\(\), .* but 0.weight was between")
+def a_layer_frozen_before_attach(rank: int) -> None:
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    model[0].requires_grad_(False)
+    ddp.attach(DistributedDataParallel(model), optimizer)
+
+
+@together(r"parameter 0 \(0.weight\) requires gradients now but did not .*attach, then freeze")
+def a_layer_unfrozen_that_ddp_and_the_optimizer_were_made_without(rank: int) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer, wrapped = OneBitAdam(model.parameters()), DistributedDataParallel(model)
+    ddp.attach(wrapped, optimizer)
+    train(wrapped, optimizer, steps=1)
+    model[0].requires_grad_(True)
+    train(wrapped, optimizer, steps=1)
 
 
 @together(r"attached already")

@@ -375,11 +375,11 @@ WRONG = {
     "another optimizer": "the checkpoint's algorithm is OneBitLamb, but here it is OneBitAdam",
     "no optimizer": "prefix must be the name of an optimizer's state, got 'optimizer'; saved were ['model']",
     "no model": "can't be loaded, on rank 0: ",
-    "no folder": "must be the folder of a complete checkpoint, but it has no .metadata",
+    "no folder": "must be the folder of a complete checkpoint, but it does not exist",
     "torn": "must be the folder of a complete checkpoint, but it has no .metadata",
     "truncated": "can't be loaded, on rank",
     "damaged header": "the checkpoint's header is damaged",
-    "one rank looks elsewhere": "must be the folder of a complete checkpoint, but it has no .metadata",
+    "one rank looks elsewhere": "must be the folder of a complete checkpoint, but it does not exist",
     "within a round": "after 2 local steps of a round each rank has parameters of its own",
 }
 

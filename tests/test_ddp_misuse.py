@@ -29,6 +29,8 @@ ERRORS = {
     "more": f"{OTHERS} parameter 6; make the optimizer from model.parameters()",
     "the optimizer is alone": f"{RANKS} [0, 1] and [RANK]; pass the same process_group to both",
     "the model is alone": f"{RANKS} [RANK] and [0, 1]; pass the same process_group to both",
+    "frozen between": "ValueError: parameters must be frozen after attach(), or before the optimizer is made, but "
+    "first.weight was between",
     "twice": "RuntimeError: this OneBitAdam is attached already; call attach() once, before training",
 }
 FROM_RANK_1 = "DisagreementError: failed on rank 1: model must be wrapped in DistributedDataParallel, got Net; "
@@ -40,6 +42,7 @@ def ill_matched(rank: int, world_size: int, what: str) -> str:
     net, alone = Net(), [dist.new_group([r]) for r in range(world_size)][rank]
     params = [*net.parameters(), *([nn.Parameter(torch.ones(3))] if what == "more" else [])][what == "fewer" :]
     optimizer: Any = OneBitAdam(params, freeze_step=9, process_group=alone if "optimizer is alone" in what else None)
+    net.first.requires_grad_(what != "frozen between")
     model: Any = DistributedDataParallel(net, process_group=alone if "model is alone" in what else None)
     if what == "twice":
         ddp.attach(model, optimizer)

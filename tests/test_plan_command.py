@@ -68,7 +68,7 @@ def test_a_row_has_bytes_messages_what_is_exposed_and_the_step(tmp_path, capsys)
     assert row(out, "bf16 all-reduce") == "1.35 GB 2.81 s 2.56 s 2.93 s 1x bf16_compress_hook"
     assert row(out, "1-bit, overlapped") == "210 MB 418 ms 236 ms 599 ms 4.88x Wire(overlap=True)"
     assert max(map(len, out.split("Overlap is the best case")[0].splitlines()[6:])) <= 80
-    for word in ("a node", "docs/numerics.md", "2/3 of the compute", "1,415 x 1,415"):
+    for word in ("a node", "docs/choose.md", "2/3 of the compute", "1,415 x 1,415"):
         assert word in out
 
 

@@ -13,6 +13,8 @@ from benchmarks.netlab import whole
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.lab.records import Records
 from fusedonebit.apps.lab.report import View, rows
+from fusedonebit.apps.plan import Network
+from fusedonebit.apps.plan.report import FASTEST, LEAST_SPEEDUP, SLOWEST, Plan, crossing
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -118,3 +120,8 @@ def test_the_planner_says_what_the_readme_says_of_it(capsys, tmp_path, monkeypat
     assert main(command.split()) == 0
     (stops,) = re.findall(r"stops paying above .*?\((\d+)\.?\d* Gbit/s\)", capsys.readouterr().out)
     assert f"a gain below {stops} Gbit/s" in README
+
+    def pays(rate: float) -> bool:
+        return Plan(340_000_000, 64, Network(rate), 0.363).speedup("flat") >= LEAST_SPEEDUP
+
+    assert f"below {8e-9 * crossing(pays, SLOWEST, FASTEST):.0f} for `OneBitAdam` with its defaults" in README

@@ -266,6 +266,7 @@ def test_works_under_torchrun(tmp_path: Path, text: Path):
         (["--lr", "-1"], "must be a number > 0"),
         (["--nproc", "0"], "whole number >= 1"),
         (["--resume"], "--resume found no checkpoint"),
+        (["texts"], "train takes flags alone, got 'texts'; files or folders to learn: --text PATH"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str):

@@ -36,7 +36,7 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default not in (None, [], False) else action.help
+        return super()._get_help_string(action) if action.default not in (None, [], False, True) else action.help
 
 
 def main(argv: Sequence[str] | None = None) -> int:

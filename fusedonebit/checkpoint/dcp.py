@@ -64,7 +64,7 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
     Args:
         model: Bare, in DDP or in FSDP2.
         optimizer: Any of this package.
-        checkpoint_id: The folder.
+        checkpoint_id: The folder; a checkpoint that is in it is replaced.
         more: Whatever else is to be saved with them, by name: a scheduler, the number of the step.
 
     Raises:

@@ -17,9 +17,11 @@ import io
 import os
 import pickle
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,8 +67,10 @@ class CheckedWriter(torch_dcp.FileSystemWriter):
 
     @_as_checkpoint_error()
     def prepare_local_plan(self, plan: Any) -> Any:
-        """See ``StorageWriter``."""
-        return super().prepare_local_plan(plan)
+        """See ``StorageWriter``; an older checkpoint in the folder is replaced, which ``save`` says."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+            return super().prepare_local_plan(plan)
 
     @_as_checkpoint_error()
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
@@ -119,10 +123,7 @@ class CheckedReader(torch_dcp.FileSystemReader):
             return self._metadata
         path = self.fs.concat_path(self.path, ".metadata")
         if not self.fs.exists(path):
-            raise CheckpointError(
-                f"{self.path} must be the folder of a complete checkpoint, but it has no .metadata, which is "
-                "written last"
-            )
+            raise CheckpointError(f"{self.path} must be the folder of a complete checkpoint, but it {self._lacks()}")
         with self.fs.create_stream(path, "rb") as file:
             data = file.read()
         body, seal = data[:-_SEAL_BYTES], _SEAL.fullmatch(data[-_SEAL_BYTES:])
@@ -136,6 +137,14 @@ class CheckedReader(torch_dcp.FileSystemReader):
             raise CheckpointError(".metadata is damaged: there is something behind its end; load another checkpoint")
         self._metadata, self.metadata_crc32 = found, zlib.crc32(data)
         return found
+
+    def _lacks(self) -> str:
+        """Return why there is no ``.metadata`` to read."""
+        if not self.fs.exists(self.path):
+            return "does not exist"
+        if Path(self.path).is_file():
+            return "is a file; torch.load reads those that torch.save has written"
+        return "has no .metadata, which is written last"
 
     @_as_checkpoint_error()
     def read_data(self, plan: Any, planner: Any) -> Future[None]:

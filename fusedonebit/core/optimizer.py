@@ -21,7 +21,7 @@ from .first_contact import NO_GRADIENT, FirstSteps, introduce, speaks
 from .handshake import ddp_averages, warn_of_averages
 from .options import Made
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
-from .settings import Options, Params
+from .settings import Options, Params, refuse_torchs
 from .state import loading, saving
 from .state.keeper import Keeper
 from .step_count import as_word
@@ -50,6 +50,11 @@ class DistributedOptimizer(Keeper):
 
     _late_error: Exception | None = None
     exp_avg: Tensor
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """Refuse arguments of torch's that Python would only call unexpected."""
+        refuse_torchs(cls.__name__, options)
+        return super().__new__(cls)
 
     def __init__(self, params: Params, defaults: dict[str, Any], **settings: Any) -> None:
         super().__init__(params, defaults, **settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,15 @@ class ParameterList:
 
     def __len__(self) -> int:
         return len(self.params)
+
+    def name(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the names of a module's parameters for messages, where the user gave none."""
+        given = {id(p): f" ({name})" for name, p in named}
+        for names, params in ((self.names, self.owners), (self.frozen_names, self.frozen)):
+            names[:] = [
+                name if name.endswith(")") else name + given.get(id(p), "")
+                for name, p in zip(names, params, strict=True)
+            ]
 
     def _check_together(self) -> None:
         devices = {p.device: name for p, name in zip(self.params, self.names, strict=True)}
@@ -249,8 +258,8 @@ class ParameterList:
             if p.requires_grad:
                 raise RuntimeError(
                     f"{name} requires gradients now but did not when the optimizer was made, and so has no state; make "
-                    "the optimizer first, then freeze layers: one without a gradient stays as it is, and trains again "
-                    "once it has one"
+                    "the optimizer first, then freeze layers (DDP: make it with find_unused_parameters=True, attach, "
+                    "then freeze): one without a gradient stays as it is, and trains again once it has one"
                 )
         if self.mesh is None:
             with torch.enable_grad():

@@ -400,6 +400,24 @@ ELSEWHERE = {
 """What other libraries call hyper-parameters, and ours."""
 
 
+TORCHS = {
+    "fused": "leave it out: all steps are",
+    "foreach": "leave it out: a step is a few launches for all tensors",
+    "capturable": "pass wire=Wire(capturable=True)",
+    "amsgrad": "it is not supported",
+    "maximize": "it is not supported; negate the loss",
+    "differentiable": "it is not supported",
+}
+"""Arguments of torch's optimizers which none of these has, and what to do instead."""
+
+
+def refuse_torchs(optimizer: str, arguments: Iterable[str]) -> None:
+    """Raise TypeError for the first argument that torch's optimizers have and these have not."""
+    for key in arguments:
+        if key in TORCHS:
+            raise TypeError(f"{optimizer} got an unexpected keyword argument {key!r}: {TORCHS[key]}")
+
+
 def check_keys(
     group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Options]
 ) -> None:

@@ -44,6 +44,7 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
         transport = make_transport(None, device)
     agree(transport, [], device, error, "attach the same model on every rank")
     optimizer.ddp_attached = True
+    optimizer.parameters.name(model.module.named_parameters())
     # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
     model.register_comm_hook(optimizer, lambda optimizer, bucket: _average_in_the_warm_up(optimizer, bucket))
 
@@ -58,7 +59,14 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
     if optimizer.ddp_attached:
         raise RuntimeError(f"this {type(optimizer).__name__} is attached already; call attach() once, before training")
     ours = dict(zip(map(id, optimizer.parameters.owners), optimizer.parameters.names, strict=True))
-    theirs = {id(p): f"{name} of model" for name, p in model.module.named_parameters() if p.requires_grad}
+    named = list(model.module.named_parameters())
+    theirs = {id(p): f"{name} of model" for name, p in named if p.requires_grad}
+    if late := [name for name, p in named if id(p) in ours and not p.requires_grad]:
+        raise ValueError(
+            f"parameters must be frozen after attach(), or before the optimizer is made, but {late[0]} was between; "
+            "DDP leaves out what is frozen when it is made, and ranks would train it apart once it is unfrozen. For "
+            "layers that are unfrozen later: DDP(model, find_unused_parameters=True), attach(), then freeze"
+        )
     for key in ours.keys() ^ theirs.keys():
         raise ValueError(
             f"optimizer and model must have the same parameters, but only one has {ours.get(key) or theirs[key]}; "

@@ -16,10 +16,13 @@ CAVEAT = (
     "Overlap is the best case: it needs SMs or copy engines that are free, computing slows down beside it, and buckets "
     "must fill in the order in which they are sent; the backward pass is taken for 2/3 of the compute (--no-overlap)"
 )
-ZERO_ONE = "ZeroOneAdam in rounds of one step, its default, sends what 1-bit, flat does"
+ZERO_ONE = (
+    "ZeroOneAdam in rounds of one step, its default, sends what 1-bit, flat does; for rounds of two steps write "
+    "ZeroOneAdam(..., sync_policy=fusedonebit.policies.FixedRounds(2))"
+)
 QUALITY = (
-    "Bytes and seconds, no more: kernels and warm-ups are left out, and what each method costs in quality says "
-    "docs/numerics.md"
+    "Bytes and seconds, no more: kernels, warm-ups and renewals of a living variance (two bytes a parameter in every "
+    "50th step) are left out; what each method costs in quality says docs/choose.md"
 )
 
 
@@ -86,7 +89,8 @@ def show(plan: Plan, console: Console) -> None:
 
 def _asked(plan: Plan) -> str:
     net = plan.network
-    words = [f"{plan.parameters:,} parameters on {plan.gpus:,} GPUs, {net.gpus_per_node} a node"]
+    gpus = "one GPU" if plan.gpus == 1 else f"{plan.gpus:,} GPUs, {net.gpus_per_node} a node"
+    words = [f"{plan.parameters:,} parameters on {gpus}"]
     if plan.gpus > net.gpus_per_node:
         words.append(f"a node sends {bandwidth(net.between)}, its {net.gpus_per_node} GPUs together")
     words.append(f"a GPU sends {bandwidth(net.inside)} within its node")

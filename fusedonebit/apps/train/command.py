@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add, count = parser.add_argument, whole(1)
     help_text = "files to learn, or folders of them (default: Python's documentation topics)"
+    add("stray", nargs="*", help=argparse.SUPPRESS)
     add("--text", nargs="+", default=[], metavar="PATH", help=help_text)
     add(
         "--optimizer",
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         InputError: for what can't work.
     """
     need("rich")
+    if arguments.stray:
+        raise InputError(f"train takes flags alone, got {arguments.stray[0]!r}; files or folders to learn: --text PATH")
     if os.environ.get("RANK", "0") == "0":  # torch alone takes a second or two, in this process and then in each rank
         print(f"starting {_started(arguments)}", file=sys.stderr, flush=True)
     from . import launch
@@ -63,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     nproc = _world_size(arguments.nproc, arguments.device)
     given = vars(arguments).copy()
-    for key in ("command", "optimizer", "compare", "nproc", "text", "freeze_step"):
+    for key in ("command", "optimizer", "compare", "nproc", "text", "freeze_step", "stray"):
         del given[key]
     _check_model(arguments.model)
     job = Job(

@@ -101,12 +101,14 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the summary; speeds of one run alone: several were made one after the other."""
-    table = Table(caption="losses in nats per byte, train over the last 20 steps; bytes are those one rank sends")
+    table = Table(
+        caption="losses in nats per byte, train and bytes/step over the last 20 steps; bytes are those one rank sends"
+    )
     alone = len(rows) == 1
     for column in ("optimizer", "steps", "bits after", "train loss", "held-out loss"):
         table.add_column(column, justify="left" if column == "optimizer" else "right", no_wrap=column == "optimizer")
     against = [] if alone else [f"against {rows[0]['optimizer']}"]
-    for column in (*against, "bytes/step", "bytes in all", "fp32 / sent", *["tokens/s"] * alone):
+    for column in (*against, "bytes/step, last", "bytes in all", "fp32 / sent", *["tokens/s"] * alone):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(

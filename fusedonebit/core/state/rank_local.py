@@ -86,7 +86,7 @@ class Rows:
             by = "one of another number of ranks" if mine is None else int(mine)
             raise ValueError(
                 f"the checkpoint's rank is {by}, but here it is {here}; each rank must load the file that it saved "
-                "itself"
+                "itself; fusedonebit.dcp saves all ranks' in one folder"
             )
 
     def has_all(self, rows: Tensor, replicas: int) -> bool:
