@@ -156,6 +156,9 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         self.worker = SideOfParts([part.worker for part in self.parts])
         if self.serves:
             self.server = SideOfParts([part.server for part in self.parts])
+            # All buckets' messages, as they are sent and as they arrive: [ranks, buckets, bytes].
+            messages = torch.stack([part.to_servers.buffer for part in self.parts], 1)
+            self._together = messages, torch.empty_like(messages)
             return
         self._part_flags = torch.zeros(count, dtype=torch.int32, device=self.device)
         for part, found in zip(self.parts, self._part_flags.split(1), strict=True):
@@ -196,8 +199,8 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         world_size = self.transport.world_size
         for part in reversed(self.parts):
             part.write(compress, self._told(part, told))
-        sent = torch.stack([part.to_servers.buffer for part in self.parts], 1)
-        arrived = torch.empty_like(sent)  # [ranks, buckets, bytes]
+        sent, arrived = self._together
+        torch.stack([part.to_servers.buffer for part in self.parts], 1, out=sent)
         of_parts = self.gathered.buffer.view(self.count, world_size, -1)
         self.transport.all_to_all(arrived.view(world_size, -1), sent.view(world_size, -1))
         of_parts.copy_(arrived.transpose(0, 1))
@@ -217,6 +220,11 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
             limit = (coef, self.block_tensor, *rest, self._squares[: programs_of(self.scale)])
         close_parts(self._part_flags, self.scale, self.worker.scale, self._received, self._ticket, *limit)
         self._end(told)
+
+    @property
+    def wire_bytes(self) -> int:
+        """See ``Reducer``."""
+        return super().wire_bytes + (sum(messages.nbytes for messages in self._together) if self.serves else 0)
 
     @property
     def sides(self) -> tuple[SideOfParts, ...]:

@@ -12,12 +12,14 @@ from typing import Any
 
 from .. import network
 from ..pages import DOCS, PERFORMANCE, write_tables
-from . import plots, tables
+from . import goals, labels, plots, tables
 from .parts import Parts
-from .sweep import QUICKLY, Plan, measure
+from .sweep import QUICKLY, Hosts, Plan, measure
 
 RESULTS = Path(__file__).parent.parent / "results" / "netlab" / "netlab.json"
 PICTURE = DOCS / "network-lab.png"
+OVERLAP_AT = (5780.0, 560.0, 114.0, 53.3)  # Mbit/s
+OVERLAP_ROUNDS = 25
 
 
 def recorded() -> dict[str, Any]:
@@ -31,17 +33,29 @@ def write_page(record: dict[str, Any]) -> None:
     plots.draw(record, PICTURE)
 
 
+def overlap_alone() -> None:
+    """Print what a step takes with ``overlap=True`` beside one without; minutes, and nothing is recorded."""
+    hosts = Hosts(Plan(), Parts(None))
+    for megabits in (None, *OVERLAP_AT):
+        row = hosts.row(megabits, dict.fromkeys(("alone", "onebit-adam", "onebit-adam-overlap"), OVERLAP_ROUNDS))
+        print(f"{labels.rate(megabits)}: {goals.overlap_gain(row):.2f} times as fast with overlap=True", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.netlab", description="The network lab.")
     parser.add_argument("--recorded", action="store_true", help="write the page again from what was measured last")
     parser.add_argument("--quick", action="store_true", help="a small model, few rates and rounds; records nothing")
     parser.add_argument("--afresh", action="store_true", help="forget what an interrupted lab has measured")
+    parser.add_argument("--overlap", action="store_true", help="only what overlap=True gains, at a few rates")
     parser.add_argument("--try", dest="trying", action="store_true", help="record nothing")
     given = parser.parse_args()
     if not given.recorded and (missing := network.lacking()):
         sys.exit(f"make netlab lacks {' and '.join(missing)}; `python -m benchmarks.netlab --recorded` needs neither")
     # Namespaces are removed also where somebody ends this.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if given.overlap:
+        overlap_alone()
+        return
     parts = Parts(None) if given.quick else Parts(afresh=given.afresh)
     record = recorded() if given.recorded else measure(QUICKLY if given.quick else Plan(), parts)
     print(tables.all_of(record))

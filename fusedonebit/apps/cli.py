@@ -36,7 +36,8 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default not in (None, [], False, True) else action.help
+        silent = action.default in (None, []) or isinstance(action.default, bool)
+        return action.help if silent else super()._get_help_string(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

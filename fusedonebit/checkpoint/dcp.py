@@ -74,7 +74,8 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
     """
     _check_ranks(optimizer)
     state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    with _naming_rank(optimizer, "saved", checkpoint_id):
+    with _naming_rank(optimizer, "saved", checkpoint_id), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # replacing it is what this promises
         torch_dcp.save(state, storage_writer=writer, process_group=_group(optimizer))
 
 

@@ -17,7 +17,6 @@ import io
 import os
 import pickle
 import re
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -67,10 +66,8 @@ class CheckedWriter(torch_dcp.FileSystemWriter):
 
     @_as_checkpoint_error()
     def prepare_local_plan(self, plan: Any) -> Any:
-        """See ``StorageWriter``; an older checkpoint in the folder is replaced, which ``save`` says."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected an existing checkpoint")
-            return super().prepare_local_plan(plan)
+        """See ``StorageWriter``."""
+        return super().prepare_local_plan(plan)
 
     @_as_checkpoint_error()
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:

@@ -53,7 +53,7 @@ class DistributedOptimizer(Keeper):
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         """Refuse arguments of torch's that Python would only call unexpected."""
-        refuse_torchs(cls.__name__, options)
+        refuse_torchs(cls, options)
         return super().__new__(cls)
 
     def __init__(self, params: Params, defaults: dict[str, Any], **settings: Any) -> None:
@@ -435,7 +435,7 @@ class DistributedOptimizer(Keeper):
 
     def _layer_stats(self) -> dict[str, list[Any]]:
         """Return what ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
-        return {"name": list(self.parameters.names)}
+        return {"name": list(self.parameters.called)}
 
     def momentum(self, param: Tensor) -> Tensor:
         """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""

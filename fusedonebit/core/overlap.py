@@ -147,8 +147,9 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             return
         if i in self._seen:
             self._found = self._found or RuntimeError(
-                f"the gradient of {optimizer.parameters.names[i]} has changed in a second backward pass before step(): "
-                "with Wire(overlap=True) the first has been sent by now; wrap all but the last in optimizer.no_sync()"
+                f"the gradient of {optimizer.parameters.called[i]} has changed in a second backward pass before "
+                "step(): with Wire(overlap=True) the first has been sent by now; wrap all but the last in "
+                "optimizer.no_sync()"
             )
             return
         if not self._seen:
@@ -210,8 +211,8 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         for i, (grad, version) in self._left_behind.items():
             if optimizer.parameters.owners[i].grad is not grad or grad._version != version:
                 self._found = self._found or RuntimeError(
-                    f"the gradient of {optimizer.parameters.names[i]} was changed or dropped between the backward pass "
-                    "and step(): with Wire(overlap=True) it has been sent by now. Clip, scale or drop gradients "
+                    f"the gradient of {optimizer.parameters.called[i]} was changed or dropped between the backward "
+                    "pass and step(): with Wire(overlap=True) it has been sent by now. Clip, scale or drop gradients "
                     "with Wire(overlap=False) only; the guard refuses outliers"
                 )
                 return

@@ -1,8 +1,8 @@
 """Finds out whether it pays to send in the backward pass: steps that do and steps that don't take turns, and are timed.
 
 Where hosts share cores, or the network is fast, what compresses and sends takes from the backward pass more than it
-hides. Which way a step goes changes no bit, nor what ranks send each other, nor in which order: it is a matter of time
-alone, and ranks agree on it so that none waits for another.
+hides. Which way a step goes changes no bit, nor any message, but whether buckets travel each by itself or all together:
+so ranks agree on it.
 """
 
 from __future__ import annotations

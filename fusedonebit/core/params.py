@@ -60,7 +60,7 @@ class ParameterList:
         self.frozen_names: list[str] = []
         self.group_of: list[int] = []
         self.index_of: list[int] = []  # of each among all parameters of all groups, as in a ``state_dict``
-        self.names: list[str] = []  # for messages: "parameter 3", and its name where the user gave one
+        self.names: list[str] = []  # "parameter 3", and its name where the user gave one; ranks compare by them
         index = -1
         seen: set[int] = set()
         for number, group in enumerate(groups):
@@ -80,6 +80,7 @@ class ParameterList:
                 else:
                     self.frozen.append(p)
                     self.frozen_names.append(name)
+        self.called = list(self.names)  # in messages
         self.mesh = shard_mesh(self.owners, self.names)
         self.params = [local(p) for p in self.owners]  # what this rank holds of each
         self._check_together()
@@ -111,10 +112,10 @@ class ParameterList:
     def name(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take the names of a module's parameters for messages, where the user gave none."""
         given = {id(p): f" ({name})" for name, p in named}
-        for names, params in ((self.names, self.owners), (self.frozen_names, self.frozen)):
-            names[:] = [
+        for called, params in ((self.called, self.owners), (self.frozen_names, self.frozen)):
+            called[:] = [
                 name if name.endswith(")") else name + given.get(id(p), "")
-                for name, p in zip(names, params, strict=True)
+                for name, p in zip(called, params, strict=True)
             ]
 
     def _check_together(self) -> None:
@@ -218,9 +219,9 @@ class ParameterList:
             return nothing
         strange = g.layout is not torch.strided or g.shape != p.shape or g.device != p.device
         if strange or g.dtype not in SUPPORTED_DTYPES:
-            _refuse_gradient(g, p, self.names[i])
+            _refuse_gradient(g, p, self.called[i])
         if not g.data_ptr():
-            raise RuntimeError(f"the gradient of {self.names[i]} has no memory: its storage was freed or resized")
+            raise RuntimeError(f"the gradient of {self.called[i]} has no memory: its storage was freed or resized")
         if g.stride() == self._strides[i]:
             return g
         return torch.empty_strided(p.shape, self._strides[i], dtype=g.dtype, device=g.device).copy_(g)
@@ -244,12 +245,12 @@ class ParameterList:
                 if kind != self._kinds[i]:
                     was, now = (f"{k[0]} {tuple(k[2])} on {k[1]}" for k in (self._kinds[i], kind))
                     raise RuntimeError(
-                        f"{self.names[i]} was {was} when the optimizer was made, but now is {now}; "
+                        f"{self.called[i]} was {was} when the optimizer was made, but now is {now}; "
                         "move or cast the model first, then construct the optimizer"
                     )
                 if not p.data_ptr() and p.numel():
                     raise RuntimeError(
-                        f"{self.names[i]} has no memory: its storage was freed or resized; "
+                        f"{self.called[i]} has no memory: its storage was freed or resized; "
                         "step while the parameters are gathered, or use FSDP2, whose shards stay"
                     )
                 # The same tensor in other memory: the dense alias is the parameter, nothing to do.

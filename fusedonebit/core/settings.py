@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -403,19 +404,18 @@ ELSEWHERE = {
 TORCHS = {
     "fused": "leave it out: all steps are",
     "foreach": "leave it out: a step is a few launches for all tensors",
-    "capturable": "pass wire=Wire(capturable=True)",
     "amsgrad": "it is not supported",
-    "maximize": "it is not supported; negate the loss",
+    "maximize": "pass numerics=Numerics(maximize=True)",
     "differentiable": "it is not supported",
 }
 """Arguments of torch's optimizers which none of these has, and what to do instead."""
 
 
-def refuse_torchs(optimizer: str, arguments: Iterable[str]) -> None:
-    """Raise TypeError for the first argument that torch's optimizers have and these have not."""
+def refuse_torchs(kind: type, arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for the first argument that torch's optimizers take, but the class ``kind`` does not."""
     for key in arguments:
-        if key in TORCHS:
-            raise TypeError(f"{optimizer} got an unexpected keyword argument {key!r}: {TORCHS[key]}")
+        if key in TORCHS and key not in inspect.signature(kind).parameters:
+            raise TypeError(f"{kind.__name__} got an unexpected keyword argument {key!r}: {TORCHS[key]}")
 
 
 def check_keys(

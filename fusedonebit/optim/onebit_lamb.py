@@ -328,7 +328,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         """Warn where c_avg is not what the layers moved with until now."""
         live = (self._segments(self.live.numel.double(), "sum") > 0) & (self.own_steps > 0)
         still = [
-            self.parameters.names[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()
+            self.parameters.called[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()
         ]
         if still:
             warn(

@@ -108,7 +108,7 @@ class Release(Arrivals):
         optimizer = self._optimizer()
         if optimizer is None or self._paused:
             return
-        name = optimizer.parameters.names[i]
+        name = optimizer.parameters.called[i]
         if optimizer.ddp_attached:
             raise RuntimeError(
                 "ddp.attach can't be used with Wire(release_gradients=True), which is for one rank alone: train the "

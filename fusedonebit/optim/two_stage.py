@@ -137,7 +137,7 @@ class OneBitOptimizer(TwoStageState):
         self._frozen_at = self.outcomes.updates
         self.dead_coordinates = dead.count
         if dead.tensors and self.living is None:  # else they wait for their first gradient
-            warn(warn_text(dead, self.parameters.names, keep))
+            warn(warn_text(dead, self.parameters.called, keep))
             if not keep:
                 self._exclude(dead.tensors)
         if self.living is not None:

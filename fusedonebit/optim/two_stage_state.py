@@ -328,7 +328,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
             "server_error_norm": server_error,
-            "dead_tensors": [self.parameters.names[i] for i in self._dead_now()],
+            "dead_tensors": [self.parameters.called[i] for i in self._dead_now()],
             "renewals": 0 if self.living is None else self.living.renewals,
             "dead_coordinates": self.dead_coordinates,
         }
