@@ -154,7 +154,7 @@ def fail_to_load(rank: int, world_size: int, case: str, folder: str) -> tuple[st
 LOADING = {
     "a missing file": "FileNotFoundError",
     "one bit": "__1_0.distcp is damaged: its checksum is",
-    "another folder": "it has no .metadata",
+    "another folder": "it does not exist",
     "state_dict": "nobody is at home",
     "load_state_dict": "nobody is at home",
     "a model of its own": "",
