@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from fusedonebit import DisagreementError, Lamb, Numerics, OneBitAdam, triton_kernels
 from fusedonebit.comm import Transport
-from fusedonebit.triton_kernels import Coef, block_io, rules, using
+from fusedonebit.triton_kernels import Coef, bit_rules, block_io, using
 from fusedonebit.triton_kernels.eager import Tile, random_bits, stochastic
 
 OPS = ("adam_update", "apply_momentum", "lamb_move")
@@ -127,7 +127,7 @@ def test_any_layout_and_step_rounds_alike(op, sizes, step, random):
 elements, random_words, random_sixteen = (
     block_io.elements.triton,
     block_io.random_words.triton,
-    rules.random_bits.triton,
+    bit_rules.random_bits.triton,
 )
 
 

@@ -1,25 +1,20 @@
-"""Reads and writes a kernel's block, its bits and the users' tensors; what is computed there is in ``rules``.
+"""Reads and writes a kernel's block: its bits, what is kept of it, its sums; formulas are in ``rules``.
 
-A block is laid out as [BLOCK_SIZE / 8, 8]: a row is the eight elements of one byte of bits, so that
-packing is a sum along a row. Users' tensors are reached through a table of addresses, one per tensor;
-full blocks take a path without masks, whose loads are 128 bits wide.
-
-Row 0 of the table of active masks is all ones, row 1 all zeros (``tables``).
+A block is laid out as [BLOCK_SIZE / 8, 8]: a row is the eight elements of one byte of bits, so that packing is a sum
+along a row. Row 0 of the table of active masks is all ones, row 1 all zeros (``tables``).
 """
 
 from __future__ import annotations
 
-from . import headers, rules
+from . import bit_rules, headers, rules
 from .codes import decoded, load_codes, store_codes
 from .jit import jit, tl
 from .rules import COLUMNS
 
-FP32, BF16, FP16 = 0, 1, 2  # how tensors of a list are stored: of several dtypes otherwise
 NONFINITE = headers.NONFINITE  # the flag that an element sets whose gradient or update does not count
 PARTLY = headers.PARTLY  # the same, where that costs no other element its step
 SUM_LANES = 128  # of ``ordered_sum``
 SUM_LEVELS = 7  # halvings of them
-ALIGNED = 4  # added where all addresses are multiples of 16 bytes
 
 
 @jit()
@@ -29,16 +24,19 @@ def elements(BLOCK_SIZE: tl.constexpr):
 
 
 @jit()
+def place_in_whole(b, first):
+    """Returns where block ``b`` is in an index space of which a part begins at block ``first``, if that is given."""
+    if first is None:
+        return b
+    else:
+        return b + tl.load(first)
+
+
+@jit()
 def tensor_of(b, block_tensor, coef):
     """Returns the tensor of block ``b``, and its row of coefficients."""
     t = tl.load(block_tensor + b)
     return t, coef + t * COLUMNS
-
-
-@jit()
-def place_of(table, tensors, t, block_start, b, BLOCK_SIZE: tl.constexpr):
-    """Finds a block in the user's tensor ``t``: its address, a pointer to its dtype, its first element there."""
-    return tl.load(table + t), table + tensors + t, tl.load(block_start + b).to(tl.int64) * BLOCK_SIZE
 
 
 # ---------------------------------------------------------------- packed bits, LSB first
@@ -131,61 +129,19 @@ def only_active(x, mask, row):
     return x
 
 
-# ---------------------------------------------------------------- users' tensors
+# ---------------------------------------------------------------- rounding
 
 
 @jit()
-def _load_as(place, i, mask, dtype: tl.constexpr, STORED: tl.constexpr):
-    address, _, start = place
-    pointer = address.to(tl.pointer_type(dtype)) + start
-    if STORED >= ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    if mask is None:
-        return tl.load(pointer + i).to(tl.float32)
+def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
+    """Returns what ``bit_rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
+    if rounding is None:
+        return None
     else:
-        return tl.load(pointer + i, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit()
-def _load(place, i, mask, STORED: tl.constexpr):
-    address, kinds, _ = place
-    x = tl.zeros(i.shape, tl.float32)
-    if address != 0:
-        if STORED % ALIGNED == FP32:
-            x = _load_as(place, i, mask, tl.float32, STORED)
-        elif STORED % ALIGNED == BF16:
-            x = _load_as(place, i, mask, tl.bfloat16, STORED)
-        elif STORED % ALIGNED == FP16:
-            x = _load_as(place, i, mask, tl.float16, STORED)
-        else:
-            kind = tl.load(kinds)
-            if kind == FP32:
-                x = _load_as(place, i, mask, tl.float32, STORED)
-            elif kind == BF16:
-                x = _load_as(place, i, mask, tl.bfloat16, STORED)
-            else:
-                x = _load_as(place, i, mask, tl.float16, STORED)
-    return x
-
-
-@jit()
-def load_user(place, i, mask, row, STORED: tl.constexpr):
-    """Loads a block of the user's tensor as float32; zeros where nothing counts, or where it has no address."""
-    x = tl.zeros(i.shape, tl.float32)
-    if row == 0:
-        x = _load(place, i, None, STORED)
-    elif row != 1:
-        x = _load(place, i, mask, STORED)
-    return x
-
-
-@jit()
-def keep_user(place, b, i, kept, inside, inside_row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Copies block ``b`` of the user's tensor, all but padding, to ``kept``; returns it."""
-    row = tl.load(inside_row + b)
-    x = load_user(place, i, counting(inside, row, i, BLOCK_SIZE), row, STORED)
-    tl.store(kept + b * BLOCK_SIZE + i, x)
-    return x
+        first = b * BLOCK_SIZE
+        lower = rounding.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
+        done = tl.load(lower).to(tl.uint32, bitcast=True)
+        return first.to(tl.uint32) + i.to(tl.uint32), bit_rules.block_seed((first >> 32).to(tl.uint32), done)
 
 
 @jit()
@@ -196,9 +152,9 @@ def rounded(x, words, dtype: tl.constexpr):
     """
     if dtype == tl.bfloat16:
         if words is None:
-            carry = rules.half(x.to(tl.uint32, bitcast=True))
+            carry = bit_rules.half(x.to(tl.uint32, bitcast=True))
         else:
-            carry = rules.random_bits(words[0], words[1])
+            carry = bit_rules.random_bits(words[0], words[1])
         return carried(x, carry, dtype)
     else:
         return x.to(dtype)
@@ -208,127 +164,13 @@ def rounded(x, words, dtype: tl.constexpr):
 def carried(x, carry, dtype: tl.constexpr):
     """Rounds to bfloat16 by what carries into the bits that are kept; float32 stays as it is."""
     if dtype == tl.bfloat16:
-        up = rules.bfloat16(x.to(tl.uint32, bitcast=True), carry)
+        up = bit_rules.bfloat16(x.to(tl.uint32, bitcast=True), carry)
         return tl.where(x == x, up, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x
 
 
-@jit()
-def _store_as(place, i, x, words, mask, dtype: tl.constexpr, STORED: tl.constexpr):
-    address, _, start = place
-    pointer = address.to(tl.pointer_type(dtype)) + start
-    if STORED >= ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + i, rounded(x, words, dtype), mask=mask)
-
-
-@jit()
-def _store(place, i, x, words, mask, STORED: tl.constexpr):
-    _, kinds, _ = place
-    if STORED % ALIGNED == FP32:
-        _store_as(place, i, x, words, mask, tl.float32, STORED)
-    elif STORED % ALIGNED == BF16:
-        _store_as(place, i, x, words, mask, tl.bfloat16, STORED)
-    elif STORED % ALIGNED == FP16:
-        _store_as(place, i, x, words, mask, tl.float16, STORED)
-    else:
-        kind = tl.load(kinds)
-        if kind == FP32:
-            _store_as(place, i, x, words, mask, tl.float32, STORED)
-        elif kind == BF16:
-            _store_as(place, i, x, words, mask, tl.bfloat16, STORED)
-        else:
-            _store_as(place, i, x, words, mask, tl.float16, STORED)
-
-
-@jit()
-def store_user(place, i, x, words, mask, row, STORED: tl.constexpr):
-    """Writes float32 ``x`` where ``load_user`` reads, rounded to the tensor's dtype; see ``random_words``."""
-    if row == 0:
-        _store(place, i, x, words, None, STORED)
-    elif row != 1:
-        _store(place, i, x, words, mask, STORED)
-
-
-@jit()
-def load_master(place, b, i, correction, mask, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Loads a block as ``load_user``; where there is a ``correction``, before bfloat16 tensors were rounded."""
-    x = load_user(place, i, mask, row, STORED)
-    if correction is None:
-        return x
-    else:
-        low = tl.load(correction + b * BLOCK_SIZE + i).to(tl.int32)
-        if correction.dtype.element_ty == tl.int8:
-            low = low << 8
-        u = rules.restored(x.to(tl.uint32, bitcast=True), low.to(tl.uint32, bitcast=True))
-        return u.to(tl.float32, bitcast=True)
-
-
-@jit()
-def _store_parted(place, at, i, x, words, correction, mask, STORED: tl.constexpr):
-    """Writes the nearest bfloat16, and what that loses."""
-    address, _, start = place
-    pointer = address.to(tl.pointer_type(tl.bfloat16)) + start
-    if STORED >= ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    u = x.to(tl.uint32, bitcast=True)
-    if correction.dtype.element_ty == tl.int8:
-        u = rules.with_24_bits(u, rules.random_bits(words[0], words[1]))
-    upper = rules.nearest(u)
-    low = tl.where(x == x, rules.lost(u, upper), 0).to(tl.int32, bitcast=True)
-    if correction.dtype.element_ty == tl.int8:
-        low = low >> 8
-    upper = tl.where(x == x, upper, 0x7FC0).to(tl.uint16)
-    tl.store(pointer + i, upper.to(tl.bfloat16, bitcast=True), mask=mask)
-    tl.store(correction + at + i, low.to(correction.dtype.element_ty), mask=mask)
-
-
-@jit()
-def _store_master(place, at, i, x, words, correction, mask, STORED: tl.constexpr):
-    _, kinds, _ = place
-    if STORED % ALIGNED == BF16:
-        _store_parted(place, at, i, x, words, correction, mask, STORED)
-    elif STORED % ALIGNED <= FP16:
-        _store(place, i, x, words, mask, STORED)
-    else:
-        kind = tl.load(kinds)
-        if kind == BF16:
-            _store_parted(place, at, i, x, words, correction, mask, STORED)
-        else:
-            _store(place, i, x, words, mask, STORED)
-
-
-@jit()
-def store_master(place, b, i, x, words, correction, mask, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Writes a block where ``load_master`` reads; an int8 ``correction`` is rounded by ``words``."""
-    if correction is None:
-        store_user(place, i, x, words, mask, row, STORED)
-    elif row == 0:
-        _store_master(place, b * BLOCK_SIZE, i, x, words, correction, None, STORED)
-    elif row != 1:
-        _store_master(place, b * BLOCK_SIZE, i, x, words, correction, mask, STORED)
-
-
-@jit()
-def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
-    """Returns what ``rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
-    if rounding is None:
-        return None
-    else:
-        first = b * BLOCK_SIZE
-        lower = rounding.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
-        done = tl.load(lower).to(tl.uint32, bitcast=True)
-        return first.to(tl.uint32) + i.to(tl.uint32), rules.block_seed((first >> 32).to(tl.uint32), done)
-
-
-@jit()
-def place_in_whole(b, first):
-    """Returns where block ``b`` is in an index space of which a part begins at block ``first``, if that is given."""
-    if first is None:
-        return b
-    else:
-        return b + tl.load(first)
+# ---------------------------------------------------------------- what is kept in float32, bfloat16 or codes
 
 
 @jit()
@@ -339,7 +181,7 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
     else:
         half = BLOCK_SIZE // 2
         words = random_words(drawn, b, i % half, BLOCK_SIZE)
-        return rules.half_of(rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
+        return bit_rules.half_of(bit_rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
 
 
 @jit()

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from torch import Tensor, int32
 from torch import float32 as fp32
 
-from . import rules
+from . import bit_rules, rules
+from .bit_rules import LOGARITHMS, SIGN, SIGNED_LOGARITHMS
 from .jit import jit, tl
-from .rules import LOGARITHMS, SIGN, SIGNED_LOGARITHMS
 
 
 def encode(
@@ -36,12 +36,12 @@ def encode(
         bits: int32 [blocks, n], 16 random ones for each; None: to nearest.
     """
     u = x.abs().view(int32)
-    steps = rules.rounded_steps(u) if bits is None else rules.drawn_steps(u, bits)
-    octave = rules.octave_above(steps.amax(1))
-    code = rules.below(steps, octave[:, None], SIGNED_LOGARITHMS if signed else LOGARITHMS)
+    steps = bit_rules.rounded_steps(u) if bits is None else bit_rules.drawn_steps(u, bits)
+    octave = bit_rules.octave_above(steps.amax(1))
+    code = bit_rules.below(steps, octave[:, None], SIGNED_LOGARITHMS if signed else LOGARITHMS)
     if nonzero:
-        code = rules.nonzero_code(code, steps)
-    codes.copy_(rules.signed_code(code, (x < 0).int()) if signed else code)
+        code = bit_rules.nonzero_code(code, steps)
+    codes.copy_(bit_rules.signed_code(code, (x < 0).int()) if signed else code)
     octaves.copy_(octave)
 
 
@@ -72,7 +72,7 @@ def rows_of(octaves: Tensor | None, count: int) -> Sequence[Tensor | None]:
 def decode(codes: Tensor, octaves: Tensor, *, signed: bool = False) -> Tensor:
     """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
     most = SIGNED_LOGARITHMS if signed else LOGARITHMS
-    x = rules.bits_above(codes.int() & most, octaves.int()[:, None], most).view(fp32)
+    x = bit_rules.bits_above(codes.int() & most, octaves.int()[:, None], most).view(fp32)
     return tl.where(codes >= SIGN, rules.negative(x), x) if signed else x
 
 
@@ -81,16 +81,16 @@ def coded(x, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
     """Returns what ``encode`` writes of one block [n, 8], codes and their octave, int32."""
     u = tl.abs(x).to(tl.int32, bitcast=True)
     if bits is None:
-        steps = rules.rounded_steps(u)
+        steps = bit_rules.rounded_steps(u)
     else:
-        steps = rules.drawn_steps(u, bits.to(tl.int32))
-    octave = rules.octave_above(tl.max(tl.max(steps, axis=1), axis=0))
+        steps = bit_rules.drawn_steps(u, bits.to(tl.int32))
+    octave = bit_rules.octave_above(tl.max(tl.max(steps, axis=1), axis=0))
     if SIGNED:
-        code = rules.signed_code(rules.below(steps, octave, SIGNED_LOGARITHMS), (x < 0).to(tl.int32))
+        code = bit_rules.signed_code(bit_rules.below(steps, octave, SIGNED_LOGARITHMS), (x < 0).to(tl.int32))
     else:
-        code = rules.below(steps, octave, LOGARITHMS)
+        code = bit_rules.below(steps, octave, LOGARITHMS)
     if NONZERO:
-        code = rules.nonzero_code(code, steps)
+        code = bit_rules.nonzero_code(code, steps)
     return code, octave
 
 
@@ -107,10 +107,10 @@ def store_codes(x, codes, octave_at, bits, SIGNED: tl.constexpr, NONZERO: tl.con
 def decoded(code, octave, SIGNED: tl.constexpr):
     """Does as ``decode`` of one block in registers, int32."""
     if SIGNED:
-        x = rules.bits_above(code & SIGNED_LOGARITHMS, octave, SIGNED_LOGARITHMS).to(tl.float32, bitcast=True)
+        x = bit_rules.bits_above(code & SIGNED_LOGARITHMS, octave, SIGNED_LOGARITHMS).to(tl.float32, bitcast=True)
         return tl.where(code >= SIGN, rules.negative(x), x)
     else:
-        return rules.bits_above(code, octave, LOGARITHMS).to(tl.float32, bitcast=True)
+        return bit_rules.bits_above(code, octave, LOGARITHMS).to(tl.float32, bitcast=True)
 
 
 @jit()

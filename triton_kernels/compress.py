@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from . import block_io as io
 from . import rules
+from . import user_tensors as users
 from .codes import keep_nearest, rows_of
 from .eager import compress, gather, keep, kept_values, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
@@ -46,8 +47,8 @@ def momentum_compress_kernel(
     signs, nonzero = io.load_bits(packed, plane, TERNARY)
     m = io.scaled(signs, nonzero, scale, TERNARY)
     kept = rules.carried(m, c, tl.load(worker_scale + b), k, TERNARY)
-    place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-    g = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
+    place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+    g = users.load(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
     if exp_avg_sq is not None:
         v = io.load_kept(exp_avg_sq, io.row_of(octaves, octaves_stride, V), b, i, False, BLOCK_SIZE)
     if worker_sq is not None:

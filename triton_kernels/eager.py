@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import rules
+from . import bit_rules, rules
 from .codes import decode, encode, keep_nearest
 from .headers import PARTLY
 from .jit import numpy, tl
@@ -251,7 +251,7 @@ def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     A function of the number of updates and of the element's place in the flat index space, nothing
     else: all ranks draw the same, and so does a run that goes on from a checkpoint.
     """
-    return rules.random_bits(*_index_and_seed(rounding, tile, block_size)).int()
+    return bit_rules.random_bits(*_index_and_seed(rounding, tile, block_size)).int()
 
 
 def moment_bits(drawn: Tensor, tile: Tile, block_size: int) -> Tensor:
@@ -259,22 +259,22 @@ def moment_bits(drawn: Tensor, tile: Tile, block_size: int) -> Tensor:
     index, seed = _index_and_seed(drawn, tile, block_size)
     half = block_size // 2
     second = torch.arange(block_size, device=drawn.device) // half
-    return rules.half_of(rules.moments_word(index[:, :half], seed).repeat(1, 2), second).int()
+    return bit_rules.half_of(bit_rules.moments_word(index[:, :half], seed).repeat(1, 2), second).int()
 
 
 def _index_and_seed(done: Tensor, tile: Tile, block_size: int) -> tuple[Tensor, Tensor]:
     start = tile.start + tile.first
     index = torch.arange(start, start + tile.numel, device=done.device).view(-1, block_size)
-    return index & rules.WORD, rules.block_seed(index[:, :1] >> 32, done & rules.WORD)
+    return index & bit_rules.WORD, bit_rules.block_seed(index[:, :1] >> 32, done & bit_rules.WORD)
 
 
 def stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """Rounds float32 ``x`` to one of its two neighbours in bfloat16, up in magnitude with the odds of its remainder.
 
     ``bits``, int32 of x's shape, are uniform in [0, 2^16): added below the bits that are kept, they carry.
-    See ``rules.bfloat16``; NaN stays as it is.
+    See ``bit_rules.bfloat16``; NaN stays as it is.
     """
-    kept = rules.bfloat16(x.view(torch.int32), bits) << 16
+    kept = bit_rules.bfloat16(x.view(torch.int32), bits) << 16
     return tl.where(x.isnan(), x, kept.view(torch.float32))
 
 
@@ -297,7 +297,7 @@ def _of_bfloat16(params: Sequence[Tensor], tile: Tile) -> list[slice]:
 def join(x: Tensor, correction: Tensor) -> Tensor:
     """Returns the masters of which ``part`` has made float32 ``x``, and a correction of its shape."""
     low = correction.int() << (8 if correction.dtype is torch.int8 else 0)
-    return rules.restored(x.view(torch.int32), low).view(torch.float32)
+    return bit_rules.restored(x.view(torch.int32), low).view(torch.float32)
 
 
 def part(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -308,9 +308,9 @@ def part(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Te
     u, number = x.view(torch.int32), ~x.isnan()
     if dtype is torch.int8:
         assert bits is not None
-        u = rules.with_24_bits(u, bits)
-    upper = rules.nearest(u)
-    low = torch.where(number, rules.lost(u, upper), 0) >> (8 if dtype is torch.int8 else 0)
+        u = bit_rules.with_24_bits(u, bits)
+    upper = bit_rules.nearest(u)
+    low = torch.where(number, bit_rules.lost(u, upper), 0) >> (8 if dtype is torch.int8 else 0)
     return tl.where(number, (upper << 16).view(torch.float32), torch.nan), low.to(dtype)
 
 

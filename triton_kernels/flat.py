@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import eager
+from . import user_tensors as users
 from .eager import gather, tiles
 from .jit import jit, tl
 from .op import AnyFloats, Bits, Derived, Floats, Sizes, Tensors, op
@@ -97,8 +98,8 @@ def flatten_kernel(
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
-    x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS) * factor
+    place = users.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
+    x = users.load(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS) * factor
     if unscale is not None:
         x = x * tl.load(unscale)
     tl.store(out + b * BLOCK_SIZE + i, x)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import rules
+from . import user_tensors as users
 from .eager import gather, kept_values, moments, move, only_live, scaled, square_sum, tiles
 from .jit import jit, tl
 from .op import (
@@ -58,11 +59,11 @@ def lamb_update_kernel(
         i = io.elements(BLOCK_SIZE)
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
         moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn, None
         m, v, fine = moments_kernel(*moments, b, i, k, mask, row, True, GRADS, BLOCK_SIZE)
         tell_kernel(found, fine)
-        x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
+        x = users.load(users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
         io.store_norm(norms, b, x)
         io.store_norm(norms + norms_stride, b, io.only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
 
@@ -178,7 +179,7 @@ def lamb_move_kernel(
         v = io.load_kept(exp_avg_sq, io.row_of(octaves, octaves_stride, 1), b, i, False, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, EPS_INSIDE_SQRT)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         words = io.random_words(rounding, b, i, BLOCK_SIZE)
         moved_kernel(place, words, b, i, update, k, mask, row, None, None, PARAMS, BLOCK_SIZE)
 
@@ -247,7 +248,7 @@ def lamb_ratio_kernel(
             tl.store(last_at + plane, nonzero)
         tl.store(last_scale + b, scale)
         if norms is not None:
-            x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
+            x = users.load(users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
             adam = io.only_active(rules.preconditioned(rules.unbiased(m, k), frozen, k, EPS_INSIDE_SQRT), mask, row)
             io.store_norm(norms, b, adam)
             io.store_norm(norms + norms_stride, b, rules.decaying(adam, x, k))

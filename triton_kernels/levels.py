@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from . import bit_rules
 from . import block_io as io
-from . import rules
+from . import user_tensors as users
 from .advance import plain_power, power
 from .eager import gather, only_live, tiles
 from .jit import jit, rule, tl
@@ -52,13 +53,13 @@ def tell_level_kernel(
     mask = io.counting(live, row, i, BLOCK_SIZE)
     v = io.only_active(tl.load(exp_avg_sq + b * BLOCK_SIZE + i), mask, row)
     tl.store(sums + b, tl.minimum(io.total_of(v), LARGEST).to(tl.float32))
-    place_of = io.place_of(grads_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
-    g = io.only_active(io.load_user(place_of, i, mask, row, GRADS), mask, row)
+    place_of = users.place_of(grads_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
+    g = io.only_active(users.load(place_of, i, mask, row, GRADS), mask, row)
     if factor is not None:
         g = g * tl.load(factor)
     word = b * (BLOCK_SIZE // 32)
     lower = updates.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
-    seed = rules.block_seed((word >> 32).to(tl.uint32), tl.load(lower).to(tl.uint32, bitcast=True))
+    seed = bit_rules.block_seed((word >> 32).to(tl.uint32), tl.load(lower).to(tl.uint32, bitcast=True))
     x = signed(g, seed, word, BLOCK_SIZE)
     store_sums(x, tl.load(share + b), projections + tl.load(place + b), BLOCK_SIZE)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import block_io as io
 from . import headers, rules
+from . import user_tensors as users
 from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
 from .op import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, PerElement, Sizes, Tensors, op
@@ -51,19 +52,19 @@ def local_update_kernel(
     t, k = io.tensor_of(b, block_tensor, coef)
     byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     at = b * BLOCK_SIZE + i
-    source = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-    if GRADS % io.ALIGNED > io.FP16:  # of several dtypes: a load with branches, over which nothing else is kept
-        g = io.load_user(source, i, mask, row, GRADS)
+    source = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+    if GRADS % users.ALIGNED > users.FP16:  # of several dtypes: a load with branches, over which nothing else is kept
+        g = users.load(source, i, mask, row, GRADS)
     signs = tl.load(byte)
     sent = io.scaled(signs, signs, tl.load(scale + b), False)
     kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
-    if GRADS % io.ALIGNED <= io.FP16:
-        g = io.load_user(source, i, mask, row, GRADS)
+    if GRADS % users.ALIGNED <= users.FP16:
+        g = users.load(source, i, mask, row, GRADS)
     g = rules.counted(g, k) * tl.load(factor)
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
     if DECAYS or (MOVES and anchor is None):
-        x = io.load_user(io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
+        x = users.load(users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
     m = d
@@ -100,10 +101,10 @@ def local_update_kernel(
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
     if MOVES:
         # Looked up again, so that no register holds it meanwhile; so are the parameters where they are kept.
-        place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         if anchor is not None:
-            x = io.keep_user(place, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
-        io.store_user(place, i, x - u, None, mask, row, PARAMS)
+            x = users.keep(place, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
+        users.store(place, i, x - u, None, mask, row, PARAMS)
         _clear(scale + b, limit + b)
     else:
         _clear(scale + b, limit + b)  # in either branch, where no register spills for it

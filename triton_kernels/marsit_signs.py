@@ -14,10 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import rules
+from . import bit_rules
+from .bit_rules import GOLDEN, WORD
 from .jit import jit, tl
 from .op import Derived, Flag, Words, op
-from .rules import GOLDEN, WORD
 
 DIGITS = 32  # of a threshold: probabilities are multiples of 2^-32
 HEADER = 8  # words
@@ -44,10 +44,10 @@ WORDS: Derived = {
 def bernoulli_words(threshold, first_digit, seed, place):
     """32 draws in each word, uint32 as ``place``: from the binary digits of the probability."""
     drawn = tl.zeros(place.shape, tl.uint32)
-    word = seed.to(tl.uint32) + (tl.zeros([], tl.uint32) + first_digit) * rules.GOLDEN
+    word = seed.to(tl.uint32) + (tl.zeros([], tl.uint32) + first_digit) * bit_rules.GOLDEN
     for digit in range(first_digit, 32):
-        word += rules.GOLDEN
-        fair = rules.mixed(place ^ rules.mixed(word))
+        word += bit_rules.GOLDEN
+        fair = bit_rules.mixed(place ^ bit_rules.mixed(word))
         # All ones where the digit is: then or, else and.
         on = 0 - (((threshold >> digit) & 1) != 0).to(tl.uint32)
         drawn = (drawn & (fair | on)) | (fair & on)
@@ -62,7 +62,7 @@ def _threshold_of(count):
 
 @jit()
 def _shift_seed(seed, shift):
-    return (rules.mixed((seed + shift).to(tl.uint32)) & 0x7FFFFFFF).to(tl.int32)
+    return (bit_rules.mixed((seed + shift).to(tl.uint32)) & 0x7FFFFFFF).to(tl.int32)
 
 
 @jit(do_not_specialize=["threshold", "first_digit", "seed"])
@@ -235,7 +235,7 @@ def bernoulli(threshold: int, seed: int, words: Tensor) -> Tensor:
     """
     first, drawn = trailing_zeros(threshold), torch.zeros_like(words)
     digits = torch.arange(first + 1, DIGITS + 1, device=words.device)
-    fair = rules.mixed(words ^ rules.mixed((seed + digits * GOLDEN) & WORD)[:, None])
+    fair = bit_rules.mixed(words ^ bit_rules.mixed((seed + digits * GOLDEN) & WORD)[:, None])
     for digit, bits in enumerate(fair, start=first):
         drawn = drawn | bits if threshold >> digit & 1 else drawn & bits
     return drawn
@@ -252,8 +252,8 @@ def threshold_of(count: int) -> int:
 
 
 def hashed(word: int) -> int:
-    """``rules.mixed`` of one number, on the host, without the top bit: a seed."""
-    return rules.mixed(word & WORD) & 0x7FFFFFFF
+    """``bit_rules.mixed`` of one number, on the host, without the top bit: a seed."""
+    return bit_rules.mixed(word & WORD) & 0x7FFFFFFF
 
 
 def _as_words(bits: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ To add an op, write in one file:
 2. the kernel, ``@jit() def name_kernel(...)``, whose arguments are bound by name:
    - an argument of the op; None where the caller leaves an optional tensor out. Of ``Words`` it is the same memory as
      32-bit words;
-   - ``X_table``, of a list of tensors X the table of their addresses (``block_io.place_of``). No argument may be called
-     ``params``, ``specialization`` or ``options``: Triton's launcher has variables of these names;
+   - ``X_table``, of a list of tensors X the table of their addresses (``user_tensors.place_of``). No argument may be
+     called ``params``, ``specialization`` or ``options``: Triton's launcher has variables of these names;
    - ``X_stride``, the first stride of tensor X, in its elements (of ``Words``, in quads of 16 bytes);
    - a constant in capitals: the op's bool or int of that name (``BLOCK_SIZE``), or, of a list of tensors, how they
-     are stored (``block_io.load_user``);
+     are stored (``user_tensors.load``);
    - one of ``STANDARD`` (``block_start``, ``blocks_per_chunk``, ...), or of the op's own ``derive``, which maps a name
      to its type and to a function whose arguments are bound in the same way. ``programs`` is the grid, by default
      ``blocks``; ``num_warps`` is Triton's;

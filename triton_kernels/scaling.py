@@ -10,6 +10,7 @@ import torch
 
 from . import block_io as io
 from . import headers, rules
+from . import user_tensors as users
 from .eager import gather, square_sum, tiles
 from .finish import PIECE, ordered_sum
 from .jit import jit, tl
@@ -51,8 +52,8 @@ def gradient_squares_kernel(
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
-    place = io.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
-    x = io.load_user(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS)
+    place = users.place_of(tensors_table, number, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
+    x = users.load(place, i, io.counting(live, row, i, BLOCK_SIZE), row, TENSORS)
     bound = largest
     if loss_scale is not None:
         bound = largest * tl.load(loss_scale)

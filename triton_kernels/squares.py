@@ -16,8 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import bit_rules, rules
 from . import block_io as io
-from . import rules
+from . import user_tensors as users
 from .codes import decode, decoded, encode, load_codes, store_codes
 from .eager import gather, kept_values, only_live, square_sum, tiles
 from .jit import jit, tl
@@ -35,7 +36,7 @@ FOLDS = 11  # halvings of a block until one is left, and one more: of the larges
 def signed(x, seed, word, BLOCK_SIZE: tl.constexpr):
     """A block with random signs: a hashed word has those of 32 elements."""
     w = word.to(tl.uint32) + tl.arange(0, BLOCK_SIZE // 32).to(tl.uint32)
-    bits = (rules.mixed(w ^ seed)[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1
+    bits = (bit_rules.mixed(w ^ seed)[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1
     lines = tl.reshape(x, [BLOCK_SIZE // 32, 32])
     return tl.reshape(tl.where(bits != 0, rules.negative(lines), lines), [BLOCK_SIZE])
 
@@ -67,14 +68,14 @@ def tell_squares_kernel(
     store_codes(squares, at, tops + chunk * tops_stride + own, None, False, False)
     t = tl.load(block_tensor + b)
     row = tl.load(live_row + b)
-    place_of = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+    place_of = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
     mask = io.counting(live, row, i, BLOCK_SIZE)
-    g = io.only_active(io.load_user(place_of, i, mask, row, GRADS), mask, row)
+    g = io.only_active(users.load(place_of, i, mask, row, GRADS), mask, row)
     if factor is not None:
         g = g * tl.load(factor)
     word = (first_block + b) * (BLOCK_SIZE // 32)
     lower = updates.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
-    seed = rules.block_seed((word >> 32).to(tl.uint32), tl.load(lower).to(tl.uint32, bitcast=True))
+    seed = bit_rules.block_seed((word >> 32).to(tl.uint32), tl.load(lower).to(tl.uint32, bitcast=True))
     x = signed(g, seed, word, BLOCK_SIZE)
     at = projections + chunk * projections_stride + tl.load(place + b)
     store_sums(x, tl.load(share + b), at, BLOCK_SIZE)
@@ -126,8 +127,8 @@ def random_signs(updates: Tensor, first_block: int, shape: tuple[int, int]) -> T
     """Returns signs, float32 ``shape``, of blocks from ``first_block`` on: rows."""
     words = shape[1] // 32
     word = torch.arange(first_block * words, (first_block + shape[0]) * words, device=updates.device)
-    seed = rules.block_seed(word >> 32, updates & rules.WORD)
-    word = rules.mixed((word & rules.WORD) ^ seed)
+    seed = bit_rules.block_seed(word >> 32, updates & bit_rules.WORD)
+    word = bit_rules.mixed((word & bit_rules.WORD) ^ seed)
     bits = (word[:, None] >> torch.arange(32, device=word.device)) & 1
     return (1.0 - 2.0 * bits.float()).view(shape)
 

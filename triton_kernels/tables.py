@@ -22,7 +22,7 @@ from torch._C._dynamo.guards import TensorGuards
 from .layout import FlatLayout
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How kernels are told the dtype of a tensor (``block_io.FP32``, ...)."""
+"""How kernels are told the dtype of a tensor (``user_tensors.FP32``, ...)."""
 _MIXED, _ALIGNED = 3, 4
 _ALIGNMENT = 16  # bytes, for 128-bit loads
 _DTYPE = operator.attrgetter("dtype")

@@ -6,6 +6,7 @@ import torch
 
 from . import block_io as io
 from . import rules
+from . import user_tensors as users
 from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
 from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
@@ -33,11 +34,11 @@ from .op import (
 def moved_kernel(place, words, b, i, update, k, mask, row, fine, correction,
                  PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Moves the elements of a block that count, and are ``fine`` if that is given; returns where to, unrounded."""
-    before = io.load_master(place, b, i, correction, mask, row, PARAMS, BLOCK_SIZE)
+    before = users.load_master(place, b, i, correction, mask, row, PARAMS, BLOCK_SIZE)
     x = rules.moved(before, update, k)
     if fine is not None:
         x = tl.where(fine, x, before)
-    io.store_master(place, b, i, x, words, correction, mask, row, PARAMS, BLOCK_SIZE)
+    users.store_master(place, b, i, x, words, correction, mask, row, PARAMS, BLOCK_SIZE)
     return x
 
 
@@ -49,7 +50,7 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
     Where there is ``found``, elements whose gradient does not keep both. AS_KEPT: returns what is kept of both, which
     another launch reads again; else both before they are rounded.
     """
-    g = io.load_user(place, i, mask, row, GRADS)
+    g = users.load(place, i, mask, row, GRADS)
     of_v = io.row_of(octaves, stride, 1)
     m_before = io.load_kept(exp_avg, octaves, b, i, True, BLOCK_SIZE)
     v_before = io.load_kept(exp_avg_sq, of_v, b, i, False, BLOCK_SIZE)
@@ -111,7 +112,7 @@ def apply_momentum_kernel(
                 v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
                 update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
             mask = io.counting(live, row, i, BLOCK_SIZE)
-            place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+            place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
             words = io.random_words(rounding, b, i, BLOCK_SIZE)
             x = moved_kernel(place, words, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
             if x_squares is not None:
@@ -160,7 +161,7 @@ def apply_momentum(
         live, live_row: The active mask: elements that move.
         skip: int32 [1]; where set nothing moves.
         rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
-            drawn from it and from the flat index (``rules.random_bits``); or None: to nearest. Not ``updates``,
+            drawn from it and from the flat index (``bit_rules.random_bits``); or None: to nearest. Not ``updates``,
             which count meanwhile.
         digest: int64 [parts], to each of which are added the bits of as many blocks, one part after the other, as
             8-byte words, wrapping; also of blocks that do not move, and where ``skip`` is set: ranks compare them.
@@ -205,11 +206,11 @@ def adam_update_kernel(
         i = io.elements(BLOCK_SIZE)
         t, k = io.tensor_of(b, block_tensor, coef)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
         moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn, first
         m, v, fine = moments_kernel(*moments, b, i, k, mask, row, False, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
-        place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
         words = io.random_words(rounding, io.place_in_whole(b, first), i, BLOCK_SIZE)
         if found is None:
             moved_kernel(place, words, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
@@ -271,11 +272,11 @@ def add_values_kernel(
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
+        place = users.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
         new = tl.load(values + b * BLOCK_SIZE + i)
         if not REPLACES:
-            new = io.load_user(place, i, mask, row, PARAMS) - new
-        io.store_user(place, i, new, io.random_words(rounding, b, i, BLOCK_SIZE), mask, row, PARAMS)
+            new = users.load(place, i, mask, row, PARAMS) - new
+        users.store(place, i, new, io.random_words(rounding, b, i, BLOCK_SIZE), mask, row, PARAMS)
 
 
 @op(add_values_kernel, writes=("params",))

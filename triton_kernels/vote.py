@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from . import bit_rules, rules
 from . import block_io as io
-from . import rules
+from . import user_tensors as users
 from .eager import gather, live_mask, only_live, pack, random_bits, tiles
 from .jit import Deferred, jit, tl
 from .native.generate import instance
@@ -46,9 +47,9 @@ def vote_kernel(
         tl.store(at, tl.full([BLOCK_SIZE // 8], 0xFF, tl.uint8))
     else:
         t, k = io.tensor_of(b, block_tensor, coef)
-        place = io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
         mask = io.counting(live, row, i, BLOCK_SIZE)
-        g = rules.counted(io.load_user(place, i, mask, row, GRADS), k)
+        g = rules.counted(users.load(place, i, mask, row, GRADS), k)
         m = tl.load(exp_avg + b * BLOCK_SIZE + i)
         c, new = RULE(m, g, k)
         finite = rules.finite(new) & rules.finite(c)
@@ -56,7 +57,7 @@ def vote_kernel(
         tl.store(exp_avg + b * BLOCK_SIZE + i, tl.where(finite & mask & (not held), new, m))
         c = tl.where(finite, c, m)
         low, seed = io.random_words(step, b, i, BLOCK_SIZE)
-        c = rules.untied(c, rules.random_bits(low, seed))
+        c = rules.untied(c, bit_rules.random_bits(low, seed))
         byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         tl.store(byte, io.bytes_of(tl.where(mask, c, 0.0) >= 0))
         bad = io.any_of(~finite & mask)
@@ -93,7 +94,7 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
 
         Args:
             exp_avg: m, float32 [P], read and written.
-            step: Updates done, int64 []; random signs are made of it and of the flat index (``rules.random_bits``).
+            step: Updates done, int64 []; random signs are made of it and of the flat index (``bit_rules.random_bits``).
             hold: int32 [1]; where set m stays.
             bits: uint8 [W, P / 8W], written.
             weights: float32 [W, slots], written: what the vote weighs, 1, or TIE_BREAKER more in one step of W; None:

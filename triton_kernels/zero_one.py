@@ -6,6 +6,7 @@ import torch
 
 from . import block_io as io
 from . import rules
+from . import user_tensors as users
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import gather, live_mask, only_live, scaled, scatter, tiles
 from .jit import jit, of, tl
@@ -30,8 +31,8 @@ def local_step_kernel(
     row = tl.load(live_row + b)
     at = b * BLOCK_SIZE + i
     if anchor is not None:
-        of_block = io.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
-        x = io.keep_user(of_block, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
+        of_block = users.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
+        x = users.keep(of_block, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
     if row == 1:
         tl.store(compensated + at, tl.zeros(i.shape, tl.float32))
         tl.store(worker_scale + b, 0.0)
@@ -48,10 +49,10 @@ def local_step_kernel(
         held = tl.load(hold) != 0
         finite = i >= 0
         if MOVES:
-            place = io.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-            g = io.load_user(io.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, GRADS)
+            place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+            g = users.load(users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, GRADS)
             if anchor is None and not (FOLLOWS and LAST):
-                x = io.load_user(place, i, mask, row, PARAMS)
+                x = users.load(place, i, mask, row, PARAMS)
             g = rules.counted(g, k)
             new = rules.momentum(m, g, k)
             if FOLLOWS:
@@ -72,7 +73,7 @@ def local_step_kernel(
             if held:  # a branch: the assembler would keep a scalar's register for each thread, and spill
                 counts = i < 0
             if not (FOLLOWS and LAST):
-                io.store_user(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
+                users.store(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
             m = tl.where(counts, new, m)
             c = tl.where(counts, summed, c)
             if FOLLOWS:

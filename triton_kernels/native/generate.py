@@ -12,10 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .. import headers, rules
+from .. import bit_rules, headers, rules
 
 HERE = Path(__file__).parent
-RULES = HERE.parent / "rules.py"
 _TYPES = {
     torch.float32: ("*fp32", "float"),
     torch.float64: ("*fp64", "double"),
@@ -84,7 +83,8 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
         f"enum {{ {layers} }}; /* rows of a table of layers */",
         f"enum {{ {words}, WORDS, CHECKED = {headers.CHECKED} }}; /* of a message's header */",
         f"enum {{ {flags}, KNOWN = {headers.KNOWN}, PARTLY = {headers.PARTLY} }}; /* why a step is skipped */",
-        *_rules(RULES.read_text()),
+        *_rules(inspect.getsource(rules)),
+        *_rules(inspect.getsource(bit_rules)),
     ]
     for name, parameters in kernels.items():
         lines.append(f"#define {name}_ARGUMENTS {', '.join(parameter.in_c for parameter in parameters)}")
@@ -277,6 +277,6 @@ def _expression(node: ast.expr) -> str:
                 name = "to float32"
             if name in _CALLS:
                 return _CALLS[name].format(*values)
-            if hasattr(rules, name):
+            if hasattr(rules, name) or hasattr(bit_rules, name):
                 return f"{name}({', '.join(values)})"
     raise NotImplementedError(f"it cannot be printed in C: {ast.unparse(node)}")
