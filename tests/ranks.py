@@ -139,6 +139,8 @@ def _serve(connection: Connection) -> None:
             return
         try:
             function = getattr(importlib.import_module(module), name)
+            # A rank that fails at once must not leave while others still connect to it: they would fail of that.
+            os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
@@ -146,6 +148,7 @@ def _serve(connection: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=group_timeout),
             )
+            del os.environ["TORCH_DIST_INIT_BARRIER"]
             try:
                 result = (True, function(rank, world_size, *args))
             finally:
