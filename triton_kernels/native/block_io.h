@@ -1,5 +1,5 @@
-/* How a C kernel reaches its block, bits and the users' tensors, as block_io.py for Triton; formulas are generated
-   from rules.py.
+/* How a C kernel reaches its block, bits and the users' tensors, as block_io.py and user_tensors.py for Triton;
+   formulas are generated from rules.py and bit_rules.py.
 
    A kernel works on blocks begin..end-1 of the flat index space, one after the other. A block's operands are
    arrays of at most MOST floats that stay in the first-level cache; every loop over them is one or a few lines
