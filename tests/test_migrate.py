@@ -7,6 +7,9 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ import fusedonebit
 from benchmarks import deepspeed_peer
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.migrate import schedule
+from fusedonebit.apps.migrate.calls import LAMB
 from fusedonebit.apps.migrate.config import Config, Fate
-from fusedonebit.apps.migrate.settings import LAMB, translate
+from fusedonebit.apps.migrate.settings import translate
 
 pytestmark = pytest.mark.filterwarnings("ignore:step.. found no gradient")  # of schedules alone
 
@@ -29,8 +33,10 @@ FOLDER = Path(__file__).parent / "data" / "deepspeed_configs"
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 SCHEDULES = json.loads((FOLDER.parent / "deepspeed_schedules.json").read_text())
 ADAM = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 9}}
-OURS = "# Our numerics, which hold where DeepSpeed's diverge:\noptimizer = "
-THEIRS = "# DeepSpeed's own formulas:\noptimizer = "
+OURS = "# Our numerics, which hold where DeepSpeed's diverge:\n"
+THEIRS = "# DeepSpeed's own formulas:\n"
+AUTO = {"learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "weight_decay": 0.1}
+AUTO |= {"max_grad_norm": 1.0}
 
 
 @pytest.fixture
@@ -46,11 +52,16 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def call(printed: str, after: str, config: dict[str, Any]) -> Any:
+def pasted(printed: str, after: str) -> str:
+    """What a user copies: the lines of one call."""
+    return printed[printed.index(after) :].partition("\n\n")[0]
+
+
+def call(printed: str, after: str) -> Any:
     """What a printed call makes."""
-    line = printed[printed.index(after) + len(after) :].partition("\n")[0]
-    names = {"model": torch.nn.Linear(8, 4), "config": config, "policies": fusedonebit.policies, **vars(fusedonebit)}
-    return eval(line, names)
+    names: dict[str, Any] = {"model": torch.nn.Linear(8, 4), "args": types.SimpleNamespace(**AUTO)}
+    exec(pasted(printed, after), names)
+    return names["optimizer"]
 
 
 # ---------------------------------------------------------------- DeepSpeed's documented configs
@@ -70,17 +81,25 @@ def test_documented_config_has_no_unexplained_key(name, migrate):
     assert "\n".join(calls) in printed
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("onebit_adam_mpi", "hugging_face_auto")])
+def over_mpi(name: str) -> bool:
+    return '"mpi"' in json.dumps(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if not over_mpi(name)])
 def test_both_calls_make_an_optimizer_with_the_configs_numbers(name, migrate):
     whole = CONFIGS[name] if "optimizer" in CONFIGS[name] else {"optimizer": CONFIGS[name]}
     params = whole["optimizer"]["params"]
+    filled_in = {"lr": AUTO["learning_rate"], "betas": (AUTO["adam_beta1"], AUTO["adam_beta2"])} | AUTO
+    expected = {"weight_decay": 0.0, "betas": (0.9, 0.999)} | params  # DeepSpeed's defaults, not ours
+    expected |= {key: filled_in[key] for key, value in params.items() if value == "auto" and key in filled_in}
+    clipping = whole.get("gradient_clipping") or params.get("max_grad_norm") or None
     _, printed, _ = migrate(CONFIGS[name])
-    for optimizer in (call(printed, OURS, whole), call(printed, THEIRS, whole)):
+    for optimizer in (call(printed, OURS), call(printed, THEIRS)):
         group = optimizer.param_groups[0]
-        assert group["lr"] == params["lr"]
-        assert group["weight_decay"] == params.get("weight_decay", 0.0)  # DeepSpeed's default, not ours
-        assert tuple(group["betas"]) == tuple(params.get("betas", (0.9, 0.999)))
-        assert optimizer.options.max_grad_norm == whole.get("gradient_clipping")
+        assert group["lr"] == expected["lr"]
+        assert group["weight_decay"] == expected["weight_decay"]
+        assert tuple(group["betas"]) == tuple(expected["betas"])
+        assert optimizer.options.max_grad_norm == (AUTO["max_grad_norm"] if clipping == "auto" else clipping)
         if "freeze_step" in params:
             assert optimizer.options.freeze_step == params["freeze_step"] - 1
         for key, ours in LAMB.items():
@@ -89,10 +108,91 @@ def test_both_calls_make_an_optimizer_with_the_configs_numbers(name, migrate):
         assert type(optimizer).__name__.removeprefix("DeepSpeed") in printed
 
 
+# A process that has imported torch alone forks one for each call: what this package has imported before is nothing.
+ALONE = """
+import json, os, sys, types, torch
+for name, lines, arguments in json.load(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        assert "fusedonebit" not in sys.modules
+        exec(lines, {"model": torch.nn.Linear(8, 4), "args": types.SimpleNamespace(**arguments)})
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{name}\\n{lines}")
+"""
+
+
+@pytest.mark.long(but=4)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if not over_mpi(name)])
+def test_both_calls_run_as_pasted_in_a_fresh_process(name, migrate):
+    _, printed, _ = migrate(CONFIGS[name])
+    jobs = [(f"{name}: {marker}", pasted(printed, marker), AUTO) for marker in (OURS, THEIRS)]
+    done = subprocess.run([sys.executable, "-c", ALONE], input=json.dumps(jobs), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if over_mpi(name)])
+def test_calls_over_mpi_import_their_transport(name, migrate):
+    _, printed, _ = migrate(CONFIGS[name])
+    for marker in (OURS, THEIRS):
+        lines = pasted(printed, marker)
+        assert "from fusedonebit.comm.mpi import MPITransport\n" in lines
+        here = lines.replace("fusedonebit.comm.mpi", "fusedonebit.comm").replace("MPITransport", "LocalTransport")
+        exec(here, {"model": torch.nn.Linear(8, 4)})
+
+
+# ---------------------------------------------------------------- what is told, and never dropped
+
+
+@pytest.mark.parametrize(
+    ("params", "schedule", "safe"),
+    [
+        ({"freeze_step": 2, "betas": [0.9, 0.95]}, {"type": "WarmupLR", "params": {"warmup_num_steps": 5000}}, 5020),
+        ({"freeze_step": 1000}, {"type": "WarmupDecayLR", "params": {"total_num_steps": 10**5}}, 2000),
+        ({"freeze_step": 600}, {"type": "OneCycleLR", "params": {"max_lr": 1.0, "total_steps": 2000}}, 1600),
+        ({"freeze_step": 600}, {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1}}, 3000),
+        ({"freeze_step": 1001}, {"type": "WarmupLR", "params": {}}, None),
+        ({"freeze_step": 2}, {"type": "StepLR", "params": {"step_size": 9}}, None),
+        ({"freeze_step": 2}, None, None),
+    ],
+)
+def test_freeze_within_the_rates_rise_is_told_with_the_step_from_which_it_is_safe(params, schedule, safe, migrate):
+    block = {"type": "OneBitAdam", "params": {"lr": 1e-3} | params}
+    status, printed, _ = migrate({"optimizer": block} | ({"scheduler": schedule} if schedule else {}))
+    assert status == 0
+    assert ("CAUTION: freeze_step is" in printed) == (safe is not None)
+    if safe is not None:
+        assert f"freeze_step >= {safe:,}:" in printed
+        block["params"]["freeze_step"] = safe
+        assert "CAUTION" not in migrate({"optimizer": block, "scheduler": schedule})[1]
+
+
+def test_freeze_of_0_1_adam_within_the_rates_rise_is_told_too(migrate):
+    _, printed, _ = migrate(CONFIGS["published_zero_one_early"])
+    assert "CAUTION: var_freeze_step is 100, but the learning rate rises for 1,000 steps" in printed
+
+
+def test_clipping_that_two_places_say_differently_is_refused(migrate):
+    block = {"type": "OneBitAdam", "params": {"freeze_step": 9, "max_grad_norm": 1.0}}
+    status, printed, error = migrate({"optimizer": block, "gradient_clipping": 0.5})
+    assert (status, printed) == (2, "")
+    assert "optimizer.params.max_grad_norm must be gradient_clipping, 0.5, or left out, got 1.0" in error
+
+
+def test_suggestion_is_a_key_of_the_same_optimizer(migrate):
+    for kind, wrong, right in (
+        ("ZeroOneAdam", "freeze_step", "var_freeze_step"),
+        ("OneBitAdam", "var_freeze_step", "freeze_step"),
+    ):
+        status, printed, _ = migrate({"type": kind, "params": {wrong: 400}})
+        assert status == 1
+        assert f"optimizer.params.{wrong}: not a key of DeepSpeed that this knows: did you mean {right}?" in printed
+
+
 def test_in_fp32_deepspeeds_numerics_have_a_scale_for_each_parameter(migrate):
     for name, scope in (("unit_test_onebit_adam_fp32", "layer"), ("unit_test_onebit_adam_fp16", "global")):
         _, printed, _ = migrate(CONFIGS[name])
-        assert call(printed, THEIRS, CONFIGS[name]).options.scale_scope == scope
+        assert call(printed, THEIRS).options.scale_scope == scope
 
 
 def test_every_key_that_the_documentation_names_is_carried_or_explained_not_merely_swallowed():
@@ -137,7 +237,8 @@ def test_over_mpi_the_optimizer_is_given_its_transport(migrate):
 def test_auto_names_the_trainers_argument(migrate):
     status, printed, _ = migrate(CONFIGS["hugging_face_auto"])
     assert status == 0
-    assert "OneBitAdam(model.parameters(), lr=..., betas=..., eps=..., weight_decay=..., freeze_step=399" in printed
+    auto = "lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon"
+    assert f"OneBitAdam(model.parameters(), {auto}, weight_decay=args.weight_decay, freeze_step=399" in printed
     assert 'lr=...; write learning_rate of TrainingArguments instead of "auto"' in printed
     assert "total_num_steps: in the schedule; write max_steps of TrainingArguments" in printed
     assert ", 11 to fill in, " in printed

@@ -60,6 +60,20 @@ def parameters(kind: str) -> list[str]:
     return known if kind in RULES else [name for name in known if name not in ("optimizer", "last_epoch")]
 
 
+def rising_steps(block: Mapping[str, Any]) -> int | None:
+    """Return for how many steps the rate of a valid block rises at first; None where it doesn't, or nobody can tell."""
+    kind, params = block.get("type"), block.get("params") or {}
+    if kind == "OneCycleLR":
+        total = params.get("total_steps") or params.get("epochs", 0) * params.get("steps_per_epoch", 0)
+        return round(params.get("pct_start", 0.3) * total)
+    name = RISES.get(str(kind))
+    if name is None:
+        return None
+    rule = RULES.get(str(kind), getattr(lr_scheduler, str(kind), None))
+    steps = params.get(name, inspect.signature(rule).parameters[name].default)  # type: ignore[arg-type]
+    return steps if type(steps) is int and steps > 0 else None
+
+
 def _check(rule: Callable[..., Any], given: Mapping[str, Any]) -> None:
     known = inspect.signature(rule).parameters
     for key, value in given.items():
@@ -202,6 +216,10 @@ RULES: dict[str, Callable[..., tuple[float | None, Rate]]] = {
     "LRRangeTest": lr_range_test,
     "OneCycle": one_cycle,
 }
+
+RISES = dict.fromkeys(("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), "warmup_num_steps")
+RISES |= {"OneCycle": "cycle_first_step_size", "LinearLR": "total_iters", "CyclicLR": "step_size_up"}
+"""Which argument says for how long the rate rises at first."""
 
 TORCHS = (
     *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ... import OneBitAdam, OneBitLamb, ZeroOneAdam, policies
+from ... import OneBitAdam, OneBitLamb, ZeroOneAdam
 from ..arguments import InputError
-from . import reasons, schedules
+from . import calls, reasons, schedules
+from .calls import COMMON, LAMB, PARAMS
 from .config import AUTO, Config
 
 OPTIMIZERS: dict[str, Any] = {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
@@ -23,18 +25,6 @@ UNCOMPRESSED = (
     '"freeze_step" (15 to 20 % of all steps, behind the learning-rate warm-up) into params, and migrate that'
 )
 
-PARAMS = "optimizer.params."
-COMMON = ("lr", "betas", "eps", "weight_decay")
-LAMB = {
-    "max_coeff": "c_max",
-    "min_coeff": "c_min",
-    "coeff_beta": "beta3",
-    "factor_max": "r_max",
-    "factor_min": "r_min",
-    "factor_threshold": "r_threshold",
-}
-"""DeepSpeed's names of what 1-bit LAMB adds, and ours."""
-
 ROUNDS = "which counts rounds, not steps: choose anew (docs/zero-one-adam.md)"
 ZERO_ONE = {
     "var_freeze_step": f"DoublingVariance(until=), {ROUNDS}",
@@ -46,10 +36,18 @@ IGNORED = {
     "bias_correction": "DeepSpeed takes it and never looks at it",
     "eps_inside_sqrt": "DeepSpeed takes it and never looks at it; here eps_inside_sqrt= does something",
     "amsgrad": "nothing to do: there is no amsgrad, here as there",
-    "max_grad_norm": "DeepSpeed's engine refuses it; gradient_clipping is what it clips by",
     "cuda_aware": "MPITransport asks the MPI library itself",
 }
 """Keys of all three optimizers that change no number."""
+
+CLIPPING = "gradient_clipping"
+
+OWN = {
+    "OneBitAdam": (*COMMON, "freeze_step", "amsgrad"),
+    "OneBitLamb": (*COMMON, "freeze_step", *LAMB, "amsgrad"),
+    "ZeroOneAdam": (*COMMON, *ZERO_ONE, "amsgrad"),
+}
+"""DeepSpeed's names of what each of them reads."""
 
 BLOCKS = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast")
 """Of mixed precision: one of them can be on."""
@@ -62,16 +60,20 @@ def translate(config: Config) -> list[str]:
         InputError: if the config makes no sense: what the optimizer or the schedule refuses is told now.
     """
     name = _optimizer(config)
-    further = _further(config, name)
+    more = _transport(config) | _clipping(config)
     _batches(config)
     _precision(config)
-    optimizer = _constructed(config, name, further)
-    calls = _calls(config, name, optimizer, further)
+    given = config.given("optimizer.params", [key for key in OWN[name] if _is_spoken_of(config, PARAMS + key)])
+    optimizer = _constructed(config, name, given, more)
+    written = calls.write(config, name, optimizer, given, more)
     _schedule(config, optimizer)  # which changes learning rates
+    for path in ("optimizer.params", "scheduler.params"):
+        if not config.block(path):
+            config.explained(path, "empty: DeepSpeed's defaults")
     reasons.explain(config)
-    known = (*reasons.REASONS, *reasons.DETAILS, *COMMON, *LAMB, *ZERO_ONE, *IGNORED)
-    config.close(path.rpartition(".")[2] for path in (*known, "freeze_step", *BATCHES, "gradient_clipping"))
-    return calls
+    known = (*reasons.REASONS, *reasons.DETAILS, *OWN[name], *IGNORED, *BATCHES, CLIPPING, "max_grad_norm")
+    config.close(path.rpartition(".")[2] for path in known)
+    return [*_early_freeze(config, name), *written]
 
 
 def _optimizer(config: Config) -> str:
@@ -106,34 +108,42 @@ def _optimizer(config: Config) -> str:
     return name
 
 
-def _further(config: Config, name: str) -> dict[str, Any]:
-    """Return arguments that are not in the optimizer's block."""
-    further = {}
+def _transport(config: Config) -> dict[str, str]:
+    """Return the argument that says who moves bytes, where that is not the process group's affair."""
     path = PARAMS + "comm_backend_name"
     if (backend := config.get(path)) == "mpi":
         config.carried(path, "process_group=fusedonebit.comm.mpi.MPITransport(): needs mpi4py, and mpirun as before")
-        further["process_group"] = "MPITransport()"
-    elif backend is not None:
+        return {"process_group": "MPITransport()"}
+    if backend is not None:
         text = "the process group decides; init_process_group() takes NCCL for GPUs and gloo for CPUs"
         config.explained(path, f"{config.shown(path)}: {text}")
-    if config.get("gradient_clipping", 0) == 0:
-        config.explained("gradient_clipping", "nothing to do: 0 is off")
-    else:
-        config.carried("gradient_clipping", "max_grad_norm=: don't clip gradients yourself")
-        further["max_grad_norm"] = (
-            "..." if config.is_filled_in("gradient_clipping") else config.get("gradient_clipping")
-        )
-    return further
+    return {}
 
 
-def _constructed(config: Config, name: str, further: dict[str, Any]) -> torch.optim.Optimizer:
+def _clipping(config: Config) -> dict[str, str]:
+    """Return the argument that clips, from either place where a config says it."""
+    inner = PARAMS + "max_grad_norm"
+    said = {path: value for path in (CLIPPING, inner) if (value := config.get(path, 0)) != 0}
+    for path in (CLIPPING, inner):
+        if path not in said:
+            config.explained(path, "nothing to do: 0 is off")
+    if not said:
+        return {}
+    if len(said) == 2 and said[CLIPPING] != said[inner]:
+        raise config.error(inner, f"{CLIPPING}, {config.shown(CLIPPING)}, or left out", said[inner])
+    config.carried(CLIPPING, "max_grad_norm=: don't clip gradients yourself")
+    config.carried(inner, f"max_grad_norm=: DeepSpeed's engine refuses it here and asks for {CLIPPING}")
+    text = calls.TRAINERS["max_grad_norm"] if config.is_filled_in(CLIPPING) else repr(next(iter(said.values())))
+    return {"max_grad_norm": text}
+
+
+def _constructed(config: Config, name: str, given: Mapping[str, Any], more: Mapping[str, str]) -> torch.optim.Optimizer:
     """Make the optimizer of DeepSpeed's block, which checks every value in it."""
-    known = (*COMMON, "freeze_step", *LAMB, *ZERO_ONE, "amsgrad")
-    params = config.given("optimizer.params", [key for key in known if _is_spoken_of(config, PARAMS + key)])
-    clipping = {k: v for k, v in further.items() if k == "max_grad_norm" and v != "..."}
+    clips = "max_grad_norm" in more and not config.is_filled_in(CLIPPING)
+    clipping = {"max_grad_norm": config.get(CLIPPING, 0) or config.get(PARAMS + "max_grad_norm")} if clips else {}
     try:
         return OPTIMIZERS[name].from_deepspeed(
-            [torch.nn.Parameter(torch.zeros(8))], {"type": name, "params": params}, **clipping
+            [torch.nn.Parameter(torch.zeros(8))], {"type": name, "params": given}, **clipping
         )
     except (ArithmeticError, TypeError, ValueError) as error:
         raise InputError(f"{config.name}: optimizer: {_first_line(error)}") from error
@@ -148,35 +158,22 @@ def _first_line(error: Exception) -> str:
     return text[0] if text else type(error).__name__
 
 
-def _calls(config: Config, name: str, optimizer: Any, further: dict[str, Any]) -> list[str]:
-    """Write the constructor, with DeepSpeed's defaults for what is left out, and ``from_deepspeed``."""
-    group, more = optimizer.param_groups[0], [f"{key}={value}" for key, value in further.items()]
-    arguments = [f"{k}={'...' if config.is_filled_in(PARAMS + k) else repr(group[k])}" for k in COMMON if k in group]
-    if bounds := [f"{k}={group[k]!r}" for k in LAMB.values() if k in group]:
-        arguments.append(f"layerwise=Layerwise({', '.join(bounds)})")
-    if name == "ZeroOneAdam":
-        variance, rounds = optimizer.options.variance_policy, optimizer.options.sync_policy
-        assert isinstance(variance, policies.DeepSpeedVariance)
-        assert isinstance(rounds, policies.DeepSpeedRounds)
-        frozen, most = variance.var_freeze_step, 1 << (rounds.local_step_clipper.bit_length() - 1)
-        scaler, doubled = variance.var_update_scaler, rounds.local_step_scaler
-        arguments.append(f"variance_policy=policies.DoublingVariance(scaler={scaler}, until={frozen})")
-        arguments.append(f"sync_policy=policies.DoublingRounds(after={frozen}, scaler={doubled}, most={most})")
-    else:
-        arguments.append(f"freeze_step={optimizer.options.freeze_step}")
-    halved = any(config.get(f"{block}.enabled") is True for block in ("fp16", "bf16", "bfloat16"))
-    theirs = ['config["optimizer"]', *more]
-    if halved:
-        theirs.append("numerics=Numerics(master_weights=True)")
-    elif (
-        name != "OneBitLamb"
-    ):  # without its 16-bit wrapper, which fuses parameters, DeepSpeed compresses each by itself
-        theirs.append("numerics=Numerics(scale_scope='layer')")
+def _early_freeze(config: Config, name: str) -> list[str]:
+    """Warn of a variance that is frozen while the schedule's learning rate rises."""
+    key, default = ("var_freeze_step", 100_000) if name == "ZeroOneAdam" else ("freeze_step", 100_000)
+    frozen = config.get(PARAMS + key, default)
+    rises = schedules.rising_steps(config.block("scheduler"))
+    if rises is None or frozen > rises:
+        return []
+    beta2 = 0.999 if config.is_filled_in(PARAMS + "betas") else float(config.get(PARAMS + "betas", (0.9, 0.999))[1])
+    memory = round(1.0 / (1.0 - beta2))
+    lives = [f"# Or leave freeze_step= out of {name}(...): then its variance goes on living."]
     return [
-        "# Our numerics, which hold where DeepSpeed's diverge:",
-        f"optimizer = {name}(model.parameters(), {', '.join([*arguments, *more])})",
-        "# DeepSpeed's own formulas:",
-        f"optimizer = {name}.from_deepspeed(model.parameters(), {', '.join(theirs)})",
+        f"# CAUTION: {key} is {frozen:,}, but the learning rate rises for {rises:,} steps. Frozen before gradients are",
+        "# those of training, the variance makes steps that are far too long: the run may end at chance. Safe is",
+        f"# {key} >= {rises + memory:,}: the rise, and the 1/(1 - beta2) = {memory:,} steps that v remembers.",
+        *(lives if name != "ZeroOneAdam" else []),
+        "",
     ]
 
 
