@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 WORKERS ?= 2
 
-.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-ecosystem docs dist lint format hooks bench peers gpu clean
+.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-ecosystem docs dist lint format hooks bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-mpi   those tests that need Open MPI (apt-get install openmpi-bin), with mpi4py, which it installs"
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-oldest  some of each kind with the oldest torch and triton that are claimed (4 minutes, after gigabytes)"
+	@echo "make test-python OTHER=python3.12  a few of each kind on another Python (2 minutes, after the downloads)"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
 	@echo "make dist       sdist and wheel, in dist/, for a release"
@@ -97,6 +98,25 @@ OLDEST_TESTS := like_torch hooks reference kernels lamb_kernels lion zero_one_ke
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLDEST_TESTS:%=tests/test_%.py) tests/wire/test_collectives.py
 
+# What depends on the interpreter: names, hooks, pickles, collectives on real ranks.
+OTHER ?= python3.12
+OTHER_VENV = .venv-$(shell $(OTHER) -c "import platform; print(platform.python_version())" 2>/dev/null)
+OTHER_TESTS := exports like_torch hooks checkpoint_of_others dcp
+.venv-3.%/.ready: pyproject.toml constraints.txt
+	@test -x $(@D)/bin/python || { echo "making $(@D)"; $(OTHER) -m venv $(@D); }
+	@echo "installing torch and triton into $(@D): minutes, the first time"
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt "setuptools>=77" wheel torch triton
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[lab]" \
+		hypothesis numpy pytest pytest-timeout pytest-xdist
+	@touch $@
+
+.PHONY: test-python-here
+test-python:
+	@test "$(OTHER_VENV)" != .venv- || { echo "OTHER=$(OTHER) is no Python here"; exit 1; }
+	@$(MAKE) --no-print-directory test-python-here
+test-python-here: $(OTHER_VENV)/.ready
+	$(OTHER_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS:%=tests/test_%.py) tests/wire/test_collectives.py
+
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)
 	@echo "installing transformers, accelerate and lightning: a minute, the first time"
@@ -154,4 +174,4 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu --out $(or $(OUT),benchmarks/results/gpu) $(GPU_OPTIONS)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .venv-3.* build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
