@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -164,6 +164,15 @@ def _nothing_left(given: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-OneBitAdam.translate_deepspeed(onebit_adam_arguments)
-OneBitLamb.translate_deepspeed(onebit_lamb_arguments)
-ZeroOneAdam.translate_deepspeed(zero_one_adam_arguments, DeepSpeedZeroOneAdam)
+_ARGUMENTS: dict[type[Any], Callable[..., dict[str, Any]]] = {
+    OneBitAdam: onebit_adam_arguments,
+    OneBitLamb: onebit_lamb_arguments,
+    ZeroOneAdam: zero_one_adam_arguments,
+}
+
+
+def translated(kind: type[Any], config: Mapping[str, Any], **options: Any) -> tuple[type[Any], dict[str, Any]]:
+    """Return the class to make of a config where ``kind`` was asked for, and its arguments; see ``from_deepspeed``."""
+    base = next(base for base in kind.__mro__ if base in _ARGUMENTS)
+    # DeepSpeed's steps of 0/1 Adam are others than ours.
+    return DeepSpeedZeroOneAdam if base is ZeroOneAdam else kind, _ARGUMENTS[base](config, **options)

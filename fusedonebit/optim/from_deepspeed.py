@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from ..core.settings import Params, Ranks
 
@@ -12,14 +12,6 @@ _Optimizer = TypeVar("_Optimizer", bound=Any)
 
 class FromDeepSpeed:
     """Gives an optimizer ``from_deepspeed``."""
-
-    _deepspeed_arguments: ClassVar[Callable[..., dict[str, Any]]]
-    _deepspeed_class: ClassVar[type[Any] | None]
-
-    @classmethod
-    def translate_deepspeed(cls, arguments: Callable[..., dict[str, Any]], made: type[Any] | None = None) -> None:
-        """Set what makes arguments of a config, and the class with DeepSpeed's steps where those differ from ours."""
-        cls._deepspeed_arguments, cls._deepspeed_class = staticmethod(arguments), made
 
     @classmethod
     def from_deepspeed(
@@ -45,6 +37,8 @@ class FromDeepSpeed:
         Raises:
             ValueError: for another optimizer, an unknown key, or a value with no counterpart.
         """
-        arguments = cls._deepspeed_arguments(config, **options)
-        made: _Optimizer = (cls._deepspeed_class or cls)(params, **arguments, process_group=process_group)
+        from ..integrations import deepspeed  # here, as it imports the optimizers
+
+        kind, arguments = deepspeed.translated(cls, config, **options)
+        made: _Optimizer = kind(params, **arguments, process_group=process_group)
         return made
