@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import pytest
@@ -97,6 +98,96 @@ def test_an_option_that_an_optimizer_has_not_is_one_error_that_names_it(kind, op
     with pytest.raises(ValueError, match="it has no such option") as error:
         kind(model_of().parameters(), **options)
     assert text in str(error.value)
+
+
+USUAL = {"freeze_step": 3, "variance": "frozen", "topology": "ring", "aggregation": "majority", "rounds": Rounds()}
+USUAL |= {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "momentum": 0.9, "step": 3}
+USUAL |= {"lr_warmup_steps": 3, "deadline": 500, "warm_start": None, "warmup": 3, "total_steps": None}
+USUAL |= {"layerwise": Layerwise(), "numerics": Numerics(), "wire": Wire(), "faults": Faults(), "max_grad_norm": 1.0}
+USUAL |= dict.fromkeys(("process_group", "sync_policy", "variance_policy"))
+USUAL |= {field.name: field.default for kind in OBJECTS if kind is not Freeze for field in fields(kind)}
+"""A value of each option of any optimizer, by name."""
+
+TORCHS = {
+    kind: inspect.signature(torch.optim.SGD if kind is MarsitSGD else torch.optim.AdamW).parameters for kind in EVERY
+}
+
+
+def unexpected(kind: type[Any], **options: Any) -> str:
+    """What a constructor says of an argument that it lacks."""
+    with pytest.raises(TypeError) as error:
+        kind(model_of().parameters(), **options)
+    (said,) = str(error.value).splitlines()
+    (name,) = options
+    before = f"{kind.__name__} got an unexpected keyword argument {name!r}: "
+    assert said.startswith(before)
+    return said.removeprefix(before)
+
+
+def test_every_option_of_any_optimizer_has_a_usual_value():
+    arguments = {name for kind in EVERY for name in inspect.signature(kind).parameters} - {"params"}
+    assert arguments | {field.name for kind in OBJECTS for field in fields(kind)} == USUAL.keys()
+
+
+@functools.cache
+def can_be_written(name: str, kind: type[Any], told: str) -> None:
+    """Makes an optimizer with what a message about the option ``name`` says to write."""
+    names = {"fusedonebit": fusedonebit, "torch": torch} | {
+        name: getattr(fusedonebit, name) for name in fusedonebit.__all__
+    }
+    kind(model_of().parameters(), **eval(f"dict({told.replace('...', repr(USUAL[name]))})", names))
+
+
+@pytest.mark.long(but=2)
+@pytest.mark.parametrize("kind", EVERY)
+def test_an_option_at_the_wrong_place_is_told_its_own(kind):
+    told, elsewhere = 0, 0
+    for name, value in USUAL.items():
+        if name in inspect.signature(kind).parameters or (name in TORCHS[kind] and value == TORCHS[kind][name].default):
+            continue
+        said = unexpected(kind, **{name: value})
+        if said.startswith("it has"):
+            others, instead = re.fullmatch(r"it has no such option, but ([\w, ]*) ha(?:s|ve): (.*)", said).groups()
+            for other in re.split(", | and ", others):
+                assert other != kind.__name__
+                can_be_written(name, getattr(fusedonebit, other), instead)
+            elsewhere += 1
+        elif said != "did you mean momentum=...?":  # instead of betas
+            can_be_written(name, kind, re.fullmatch(r"(?:pass|did you mean) (.*?)\??", said)[1])
+            told += 1
+    print(f"{kind.__name__}: {told} options told their place, {elsewhere} are other optimizers'")
+    assert told >= 6
+    assert elsewhere >= 8
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_torchs_arguments_are_taken_as_torch_has_them_by_default(kind):
+    for name, parameter in TORCHS[kind].items():
+        if name == "params":
+            continue
+        kind(model_of().parameters(), **{name: parameter.default})
+        if name not in inspect.signature(kind).parameters:
+            other = True if parameter.default in (None, False) else 0.5
+            assert unexpected(kind, **{name: other})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (OneBitAdam, "fused", "leave it out: all steps are"),
+        (OneBitAdam, "maximize", "pass numerics=fusedonebit.Numerics(maximize=True)"),
+        (OneBitAdam, "clip_grad_norm", "did you mean max_grad_norm=...?"),
+        (OneBitAdam, "warmup_steps", "did you mean warmup=...?"),
+        (OneBitAdam, "master_weight", "did you mean numerics=fusedonebit.Numerics(master_weights=...)?"),
+        (ZeroOneAdam, "warmup_steps", "it has no such option, but OneBitAdam and OneBitLamb have: warmup=..."),
+        (AdamW, "freeze_steps", "it has no such option, but OneBitAdam and OneBitLamb have: freeze_step=..."),
+        (MarsitSGD, "nesterov", "it is not supported"),
+        (OneBitLion, "comm_backend_name", "it takes lr, betas, weight_decay, aggregation, max_grad_norm, process"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_none_has_is_told_what_may_be_meant(kind, name, said):
+    assert unexpected(kind, **{name: True}).startswith(said)
 
 
 def test_ranks_compare_what_an_optimizer_takes_and_nothing_else():
@@ -275,14 +366,14 @@ GROUPS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_key_of_a_group_that_would_do_nothing_is_refused(name, late):
     kind, keys, told = GROUPS[name]
-    make = partial(kind, topology="ring") if kind is MarsitSGD else kind
+    make = functools.partial(kind, topology="ring") if kind is MarsitSGD else kind
     p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))
     added = make([p]).add_param_group if late else lambda group: make([{"params": [p]}, group])
     with pytest.raises(ValueError, match=told):
         added({"params": [q], **keys})
 
 
-@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb, partial(MarsitSGD, topology="ring"), OneBitLion])
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb, functools.partial(MarsitSGD, topology="ring"), OneBitLion])
 def test_labels_of_users_and_keys_of_torch_pass_in_groups(kind):
     p = torch.nn.Parameter(torch.ones(3))
     labels = {"name": "head", "no_weight_decay": True, "weight_decay_mult": 1.0, "lr_scale": 0.5, "group_name": "a"}

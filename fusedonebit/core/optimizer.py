@@ -17,11 +17,12 @@ from ..comm import CollectiveError, Transport
 from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
+from .arguments import settling
 from .first_contact import NO_GRADIENT, FirstSteps, introduce, speaks
 from .handshake import ddp_averages, warn_of_averages
 from .options import Made
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
-from .settings import Options, Params, refuse_torchs
+from .settings import Options, Params
 from .state import loading, saving
 from .state.keeper import Keeper
 from .step_count import as_word
@@ -51,10 +52,11 @@ class DistributedOptimizer(Keeper):
     _late_error: Exception | None = None
     exp_avg: Tensor
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        """Refuse arguments of torch's that Python would only call unexpected."""
-        refuse_torchs(cls, options)
-        return super().__new__(cls)
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Let constructors say where an argument belongs that Python would only call unexpected."""
+        super().__init_subclass__(**keywords)
+        if "__init__" in vars(cls):
+            cls.__init__ = settling(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, params: Params, defaults: dict[str, Any], **settings: Any) -> None:
         super().__init__(params, defaults, **settings)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -15,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Transport
 from ..triton_kernels import BLOCK_SIZES, ScaleScope
-from .options import OF_GROUPS, check_choice, check_count, check_flag, is_int, is_number, is_share
+from .options import check_choice, check_count, check_flag, is_int, is_number, is_share
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """Parameters, groups of them, or named ones, as ``torch.optim.Optimizer`` takes them."""
@@ -33,9 +31,6 @@ VARIANCE_FLOOR = 0.01
 """Default of ``variance_floor`` where momentum is preconditioned; see docs/numerics.md."""
 
 LEAST_REWARM_STEPS = 10
-
-LIKE = 0.85
-"""How alike, as ``difflib`` measures it, an unknown key of a group is to a hyper-parameter that was meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,62 +379,3 @@ def values_of(options: Any) -> dict[str, Any]:
 def names_of(*kinds: type) -> frozenset[str]:
     """Return the names of the fields of option objects."""
     return frozenset(field.name for kind in kinds for field in fields(kind))
-
-
-def _arguments(kind: type[Options] = Options) -> frozenset[str]:
-    """Return what optimizers with such options, or options made of these, are told for all groups together."""
-    own = names_of(kind) | kind.objects.keys() | {"process_group"}
-    return own.union(*map(_arguments, kind.__subclasses__()))
-
-
-ELSEWHERE = {
-    "learning_rate": ("lr",),
-    "wd": ("weight_decay",),
-    "epsilon": ("eps",),
-    "beta1": ("betas", "momentum"),
-    "beta2": ("betas",),
-}
-"""What other libraries call hyper-parameters, and ours."""
-
-
-TORCHS = {
-    "fused": "leave it out: all steps are",
-    "foreach": "leave it out: a step is a few launches for all tensors",
-    "amsgrad": "it is not supported",
-    "maximize": "pass numerics=Numerics(maximize=True)",
-    "differentiable": "it is not supported",
-}
-"""Arguments of torch's optimizers which none of these has, and what to do instead."""
-
-
-def refuse_torchs(kind: type, arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError for the first argument that torch's optimizers take, but the class ``kind`` does not."""
-    for key in arguments:
-        if key in TORCHS and key not in inspect.signature(kind).parameters:
-            raise TypeError(f"{kind.__name__} got an unexpected keyword argument {key!r}: {TORCHS[key]}")
-
-
-def check_keys(
-    group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Options]
-) -> None:
-    """Raise ValueError for the first key of a new group that means something to us, but not here.
-
-    Args:
-        group: With its defaults.
-        where: Which group it is.
-        optimizer: Its class's name.
-        own: The hyper-parameters that it has.
-        settings: The class of its options.
-    """
-    for key in group:
-        if key in own or key == "capturable":  # torch's optimizers have that in groups
-            continue
-        got = f"got {key}={group[key]!r} in {where}"
-        if key in names_of(settings) | settings.objects.keys() and key not in OF_GROUPS:
-            raise ValueError(f"{key} holds for all groups, {got}; pass it beside them")
-        if key in _arguments() | OF_GROUPS.keys():
-            raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}")
-        meant = [name for name in ELSEWHERE.get(key, ()) if name in own]
-        meant += difflib.get_close_matches(str(key), own, 1, LIKE)
-        if meant and meant[0] not in key:  # "no_weight_decay" is a label
-            raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}; did you mean {meant[0]}?")

@@ -14,12 +14,13 @@ from ...comm import CollectiveError, Flag, ShardGroup, Transport, agree, checksu
 from ...comm.agreement import Fact
 from ...triton_kernels import Coef, FlatLayout, LiveTable, choose_block_size, live_table
 from ...triton_kernels.tables import tables_of
+from ..arguments import check_keys
 from ..consensus import check_corrections, check_device, check_masks, check_rounding, failure
 from ..given import first_device, first_mesh, materialise, materialise_group
 from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
 from ..outcome import Outcomes
 from ..params import ParameterList
-from ..settings import NUMERICS, WIRE, Options, Params, Ranks, check_keys
+from ..settings import NUMERICS, WIRE, Options, Params, Ranks
 from ..sharding import check_groups, group_of, levels, local
 from ..step_count import StepCount
 from .header import KEY, Fields
