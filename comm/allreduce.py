@@ -375,6 +375,16 @@ class CompressedAllReduce(Receiver):
         step = (0, number) if isinstance(number, Tensor) else (number, None)
         return (*step, counts, told.tag, flags, pending)
 
+    def keep_back(self, tensors: Tensor) -> None:
+        """Take ``tensors``, bool [tensors], out of the result: whoever compressed last keeps them, as its residual.
+
+        Of a step that was skipped, or held back, nothing is there to be taken out.
+        """
+        goes = (~tensors)[self.block_tensor] | (self.flags != 0)
+        self.scale *= goes
+        last = self.sides[-1].scale
+        last *= goes[self._own]
+
     def take_residuals(self, out: Tensor) -> None:
         self.settle()
         torch.mul(self.worker.values(), 1.0 / self.transport.world_size, out=out)

@@ -278,6 +278,13 @@ class RoundAllReduce(Reducer):
             self._ticket,
         )
 
+    def keep_back(self, tensors: Tensor) -> None:
+        """Take ``tensors``, bool [tensors], out of a round of full precision, whose mean is their compensation then."""
+        assert self.values is not None
+        stays = tensors[self._tensor_of_all]
+        self._limit_of_all.masked_fill_(stays, torch.inf)
+        self.values = self.values.view(len(stays), -1).masked_fill(stays[:, None], 0.0).view(-1)
+
     def formed(self) -> None:
         """Note that the compensation of the last round has been formed."""
         self._taken.zero_()

@@ -15,7 +15,7 @@ from ..comm.rounds import RoundAllReduce
 from ..core.options import check_count, is_number
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
-from ..triton_kernels import add_values, apply_momentum
+from ..triton_kernels import Coef, add_values, apply_momentum
 from .marsit_state import LocalOptions, MarsitState
 
 
@@ -118,6 +118,8 @@ class MarsitOptimizer(MarsitState):
         # Algorithm 2, line 5. Algorithm 1, lines 2 to 9: on their way from worker to worker the signs of all become
         # one sign per coordinate; line 11: in rounds of full precision the mean of all is taken. That is g_t.
         self._synchronise(add, told, coef)
+        if reducer.full_precision and (resting := self._resting(coef[:, Coef.LR])) is not None:
+            reducer.keep_back(resting)
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
         self._apply()
         # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.

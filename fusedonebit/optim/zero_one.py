@@ -22,7 +22,7 @@ from ..triton_kernels import Coef, add_values, local_step
 from .from_deepspeed import FromDeepSpeed
 from .own_variance import OwnVariance
 from .policies import EveryStep, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
-from .zero_one_state import DECAY, ZeroOneState
+from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
 
 
 class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
@@ -241,12 +241,16 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         told = told._replace(pending=self._pending)
         self._synchronise(lambda part: part.compress(self._all_missing, self._plain), told, coef)
         self.reducer.kept += kept
-        left, decay = self._plain[:, Coef.DECAY], coef[:, Coef.DECAY]
+        left, decay, far = self._plain[:, Coef.DECAY], coef[:, Coef.DECAY], coef[:, Coef.STEP_SIZE]
         if self._local == 0:
             left.copy_(decay)
         else:
             torch.mul(self._moved[DECAY], decay, out=left)
+            far = self._moved[STEP_SIZE] + far
             self._go_back()
+        # What is owed is in units of parameters, which no rate multiplies any further: it waits for one above 0.
+        if (resting := self._resting(far)) is not None:
+            self.reducer.keep_back(resting)
         self._apply_momentum(self.coefficients.still(self._plain, self._absent))
         if own.tells(self._done.steps, self._round.steps):
             self._follow(own, grads, agreed.factor)
