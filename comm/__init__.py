@@ -19,7 +19,7 @@ from .message import Limit, Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
 from .reducer import Reducer
-from .shards import ShardGroup
+from .shards import ModelGroup, ShardGroup
 from .sign_vote import SignVote
 from .simulated import SimulatedGroup, SimulatedTransport
 from .transport import CollectiveError, LocalTransport, TorchTransport, Traffic, Transport, make_transport
@@ -36,6 +36,7 @@ __all__ = [
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",
+    "ModelGroup",
     "NodePart",
     "Part",
     "Reducer",

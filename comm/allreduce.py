@@ -308,6 +308,8 @@ class CompressedAllReduce(Receiver):
         self.found = self._found if told.pending is None else told.pending
         self._drawn = told.drawn
         compress(self)
+        if told.unite is not None:
+            told.unite(self.found)
         self._finish(told)
 
     def serve(self, told: Told) -> None:

@@ -12,7 +12,7 @@ Everything is little-endian and 16-byte aligned.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,6 +69,8 @@ class Told(NamedTuple):
         renewal: The last arguments of the op ``finish``, with which it renews coefficients; or (). Where the step is
             added to those of a round, one ``finish`` alone gets them.
         drawn: Updates done, int64 [], with which residuals and squares are rounded. None: all are float32.
+        unite: Adds to this rank's flags, int32 [1], those of other ranks that skip a step with it, before they travel;
+            servers then do the same there. None: there are none.
     """
 
     tag: int = 0
@@ -84,6 +86,7 @@ class Told(NamedTuple):
     sums: bool = False
     renewal: tuple[Tensor | int | None, ...] = ()
     drawn: Tensor | None = None
+    unite: Callable[[Tensor], None] | None = None
 
 
 class Messages:

@@ -7,6 +7,8 @@ tensor, never values of elements.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -31,15 +33,15 @@ class ShardGroup:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the shards, in their order: of the shape and dtype of ``values``, equal on all ranks."""
-        return values if self.count == 1 else self._gathered(values).sum(0).view_as(values)
+        return values if self.count == 1 else self.gathered(values).sum(0).view_as(values)
 
     def max(self, values: Tensor) -> Tensor:
         """Return maxima over the shards: of the shape and dtype of ``values``."""
-        return values if self.count == 1 else self._gathered(values).amax(0).view_as(values)
+        return values if self.count == 1 else self.gathered(values).amax(0).view_as(values)
 
     def union(self, flags: Tensor) -> Tensor:
         """Return all flags that any of them has set: int32 [1], from int32 [1]."""
-        return flags if self.count == 1 else union(self._gathered(flags)[:, 0])
+        return flags if self.count == 1 else union(self.gathered(flags)[:, 0])
 
     def unite(
         self, flags: Tensor, tag: int | Tensor, absent: Tensor | None, tensors: int
@@ -51,12 +53,47 @@ class ShardGroup:
         if self.count == 1:
             return flags, absent
         here = flags.new_zeros(tensors) if absent is None else absent.int()
-        rows = self._gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
+        rows = self.gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
         flags = union(rows[:, 0], rows[:, 1] != rows[0, 1])
         return flags, None if absent is None else rows[:, 2:].bool().all(0)
 
-    def _gathered(self, values: Tensor) -> Tensor:
+    def gathered(self, values: Tensor) -> Tensor:
+        """Return the values of all, a row each: of the dtype of ``values``."""
         row = values.reshape(1, -1).contiguous()
         rows = torch.empty(self.count, row.shape[1], dtype=row.dtype, device=row.device)
         self.transport.all_gather(rows, row)
         return rows
+
+
+class ModelGroup:
+    """Adds up over all ranks that hold parts of one model.
+
+    Args:
+        groups: This rank's, from inside out: each adds up what those before it have.
+    """
+
+    def __init__(self, *groups: ShardGroup) -> None:
+        self.groups = groups
+
+    @property
+    def count(self) -> int:
+        """Return how many ranks these are; 1: everything is here."""
+        return math.prod(group.count for group in self.groups)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in their order: of the shape and dtype of ``values``, equal on all."""
+        for group in self.groups:
+            values = group.sum(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return maxima over the ranks: of the shape and dtype of ``values``."""
+        for group in self.groups:
+            values = group.max(values)
+        return values
+
+    def unite(self, flags: Tensor, tag: int | Tensor) -> Tensor:
+        """Return the flags int32 [1] that any rank has set, and ``MISMATCH`` where tags differ."""
+        for group in self.groups:
+            flags, _ = group.unite(flags, tag, None, 0)
+        return flags

@@ -7,6 +7,7 @@ says in ``_compressed_step`` what is compressed. ``FeedbackOptimizer``'s servers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -76,9 +77,18 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""
-        self.reducer.synchronise(compress, told._replace(renewal=self.coefficients.renewal()))
+        told = told._replace(renewal=self.coefficients.renewal())
+        if self.model_parallel.count > 1:
+            told = told._replace(unite=partial(self._unite, told.abort))
+        self.reducer.synchronise(compress, told)
+        if self.model_parallel.count > 1:  # what was found on the way, such as a veto
+            self.reducer.refuse(self._united(self.reducer.flags))
         self._absent, self._late_error = self.reducer.absent, self.reducer.error
         return self.coefficients.still(coef, self._absent)
+
+    def _unite(self, abort: bool, found: Tensor) -> None:
+        """Add to the flags ``found`` here those of the ranks that hold the model's other parts."""
+        found.copy_(self._united(found | int(Flag.ABORT) if abort else found))
 
     def _apply_momentum(
         self,

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import LocalTransport, ShardGroup, Traffic, Transport, make_transport
+from ..comm import LocalTransport, Traffic, Transport, make_transport
 from .given import first_device
-from .params import ParameterList
 from .sharding import local
 from .state.header import is_compressed
 from .state.keeper import Keeper
@@ -72,7 +71,7 @@ def unpickle(optimizer: Keeper, content: dict[str, Any]) -> None:
 
 def _content(optimizer: Keeper) -> dict[str, Any]:
     """Return all but the ranks; of the state this rank's rows alone, since others name a process group."""
-    if optimizer.shards.count > 1:
+    if optimizer.model.count > 1:
         raise TypeError(
             f"{type(optimizer).__name__} of sharded parameters can't be pickled or deep-copied: save it with "
             "fusedonebit.dcp, or its state_dict(), and load that into a new optimizer"
@@ -96,12 +95,12 @@ def _rebuild(
     )
     optimizer.lr_tensors = []
     optimizer.options, optimizer.hyper_parameters = content["options"], content["hyper_parameters"]
-    optimizer.parameters = ParameterList(groups, optimizer.options.master_weights)
     optimizer.device = first_device(groups)
+    optimizer.meet_model([])
+    optimizer.inside = optimizer.inside if levels is None else levels[1]
+    optimizer.take_parameters()
     optimizer.masks = content["masks"]
     optimizer.transport, optimizer.levels = transport, levels
-    optimizer.shards = ShardGroup()
-    optimizer.inside = optimizer.shards.transport if levels is None else levels[1]
     header = header_of(saved) or {}
     optimizer.set_up(header["block_size"] if is_compressed(header) else None)
     take_state(optimizer, saved)

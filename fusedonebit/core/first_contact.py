@@ -46,7 +46,7 @@ CLIPPED = (
 
 def speaks(optimizer: Keeper) -> bool:
     """Tell whether this is the rank that speaks for all."""
-    return optimizer.transport.rank == optimizer.shards.transport.rank == 0
+    return all(ranks.rank == 0 for ranks in (optimizer.transport, *(each.transport for each in optimizer.model.groups)))
 
 
 def introduce(optimizer: Keeper, chosen: Sequence[str], process_group: Ranks) -> None:

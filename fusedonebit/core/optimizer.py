@@ -30,6 +30,9 @@ from .step_count import as_word
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
 
+COMPARED_EVERY = 64
+"""Steps from one comparison of what model-parallel ranks have alike to the next."""
+
 
 NOTHING_TRAINS = (
     "no parameter of this {} requires gradients, so that step() changes nothing: pass model.parameters(), not the "
@@ -82,6 +85,11 @@ class DistributedOptimizer(Keeper):
         self._step_number: int | Tensor = 0
         self._captures = False
         self._scales: Scaling | None = None  # made where anybody clips, or scales a loss
+        self._counted_here: Tensor | None = None  # blocks that this rank counts in norms: float64 [B], or None: all
+        if any(self.replicas) and self.model_parallel.groups[0].transport.rank > 0:
+            elsewhere = torch.tensor(self.replicas, device=self.device)
+            self._counted_here = (~elsewhere)[self._block_tensor.long()].double()
+        self._until_compared = 0  # steps until model-parallel ranks next compare what they have alike
 
     @property
     def _rounding(self) -> Tensor | None:
@@ -173,8 +181,11 @@ class DistributedOptimizer(Keeper):
             self.take_hyper_parameters()
             grads = given if checked else self.parameters.usable(given, self.nothing)
         except Exception as caught:
-            # The others must not wait for this rank: it takes part, and says that it can't go on.
-            grads, error = [self.nothing] * len(self.parameters), caught
+            error = caught
+        if not captured:
+            error = self._compare_replicas(error)
+        if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
+            grads = [self.nothing] * len(self.parameters)
         saw_averages = not captured and self._notice_averages(grads)
         looks = not (captured or self.first_steps.over or error is not None)
         said: list[str] = []
@@ -213,6 +224,17 @@ class DistributedOptimizer(Keeper):
         if self.averaged_elsewhere:
             self.transport.traffic.add(2 * sum(g.nbytes for g in grads) * (ranks - 1) // ranks)  # as a ring sends them
         return looking and bool(self.averaged_elsewhere)
+
+    def _compare_replicas(self, error: Exception | None) -> Exception | None:
+        """Return ``error``, or, in every 64th step, that model-parallel ranks no longer have parameters alike."""
+        if not self.model_parallel.groups:
+            return error
+        due, self._until_compared = self._until_compared == 0, (self._until_compared - 1) % COMPARED_EVERY
+        if not due:
+            return error
+        hint = "no parameter was changed in this step; all must be loaded, and changed, alike"
+        with self._breaking():
+            return self._disagreement(self.model_parallel.groups[0], self.values_of_replicas(), error, hint)
 
     def _take_number(self, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
         """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
@@ -295,8 +317,8 @@ class DistributedOptimizer(Keeper):
         if loss_scale.scale is None and loss_scale.found_inf is None and most is None:
             return Agreed(coef)
         if self._scales is None:
-            self._scales = Scaling(self.layout, self.weighs, self.device)
-        agreed = self._scales.agree(grads, coef, loss_scale, most, transport, self.shards, **how)
+            self._scales = Scaling(self.layout, self.weighs, self.device, self._counted_here)
+        agreed = self._scales.agree(grads, coef, loss_scale, most, transport, self.model, **how)
         if agreed.hold is not None and agreed.overflowed is not None:
             self.overflowed = agreed.overflowed
         if agreed.grad_norm is not None:
@@ -316,6 +338,10 @@ class DistributedOptimizer(Keeper):
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
         return self.coefficients(self._taken, Made(self.own_steps))
+
+    def _united(self, flags: Tensor) -> Tensor:
+        """Return the flags that any rank with a part of the model has, int32 [1]: all skip a step together."""
+        return self.model_parallel.unite(flags, self._step_number)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
@@ -348,6 +374,8 @@ class DistributedOptimizer(Keeper):
         return (self.coefficients.tag ^ self.step_count.total) & 0x7FFFFFFF
 
     def _say_where(self, what: str) -> str:
+        if self.model_parallel.count > 1:
+            what = f"number of steps on model-parallel ranks, or of one of them: {what}"
         here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper_parameters) for group in self.param_groups)
         return f"{what}. On rank {self.transport.rank}, in its step {self.step_count.total}: {here}"
 

@@ -54,7 +54,9 @@ class ParameterList:
         TypeError, ValueError: for parameters that can't be optimised; the message says which.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], master_weights: bool | str = False) -> None:
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], master_weights: bool | str = False, is_split: bool = False
+    ) -> None:
         self.owners: list[Tensor] = []  # those that require gradients, as given
         self.frozen: list[Tensor] = []  # those that did not when the optimizer was made
         self.frozen_names: list[str] = []
@@ -81,7 +83,7 @@ class ParameterList:
                     self.frozen.append(p)
                     self.frozen_names.append(name)
         self.called = list(self.names)  # in messages
-        self.mesh = shard_mesh(self.owners, self.names)
+        self.mesh = shard_mesh(self.owners, self.names, is_split)
         self.params = [local(p) for p in self.owners]  # what this rank holds of each
         self._check_together()
         self.sizes = tuple(p.numel() for p in self.params)
@@ -425,11 +427,10 @@ class ParameterList:
         ]
         return [("the number of trainable parameters", str(len(self))), *described]
 
-    def values(self) -> list[Fact]:
+    def values(self, which: Iterable[int] | None = None) -> list[Fact]:
         """Return checksums of what the next update begins from, which must be equal on all ranks; change nothing."""
-        return [
-            (f"the checksum of {name}'s values", str(checksum(self._standing(i)))) for i, name in enumerate(self.names)
-        ]
+        which = range(len(self)) if which is None else which
+        return [(f"the checksum of {self.names[i]}'s values", str(checksum(self._standing(i)))) for i in which]
 
     def _standing(self, i: int) -> Tensor:
         """Return what ``before_update`` would make of ``dense[i]``."""

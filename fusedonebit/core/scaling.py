@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Flag, ShardGroup, Transport
+from ..comm import Flag, ModelGroup, ShardGroup, Transport
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, gradient_squares, rules, scale_coefficients
 from ..triton_kernels.finish import PIECE
 from ..triton_kernels.scaling import EARLIER, FACTOR, FOUND, MEAN_NORM, NORM, OVERFLOWED, RANKS
@@ -48,15 +48,17 @@ def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
     return factor
 
 
-def gradient_norm(grads: Sequence[Tensor], layout: FlatLayout, shards: ShardGroup) -> Tensor:
+def gradient_norm(
+    grads: Sequence[Tensor], layout: FlatLayout, model: ModelGroup, counted: Tensor | None = None
+) -> Tensor:
     """Return the norm of a gradient without its bad elements, which drop out elsewhere: float32 [].
 
     Squares are added in float64. So a bad element, or a sum beyond float32, never lets the rest pass unclipped.
-    ``grads`` are of ``layout``'s sizes.
+    ``grads`` are of ``layout``'s sizes; ``counted`` see ``Scaling``.
     """
     sums = Squares.of(layout, grads[0].device)
     gradient_squares(grads, layout.sizes, layout.block_size, LARGEST_GRADIENT, None, *sums)
-    return shards.sum(sums.total).sqrt().float()
+    return model.sum(sums.of_this_rank(counted)).sqrt().float()
 
 
 class Squares(NamedTuple):
@@ -74,6 +76,10 @@ class Squares(NamedTuple):
         by_block, sums = (torch.empty(n, dtype=torch.float64, device=device) for n in (layout.n_blocks, pieces))
         tickets = torch.zeros(1 + pieces, dtype=torch.int32, device=device)
         return cls(by_block, sums, tickets, torch.empty((), dtype=torch.float64, device=device))
+
+    def of_this_rank(self, counted: Tensor | None) -> Tensor:
+        """Return what this rank adds to the model's, float64 []."""
+        return self.total if counted is None else (self.by_block * counted).sum()
 
 
 class Agreed(NamedTuple):
@@ -99,10 +105,11 @@ class Scaling:
     Args:
         layout: Of the gradients.
         weighs: How many columns of coefficients weigh gradients, see ``scale_coefficients``.
+        counted: Float64 [B], 1, or 0 in blocks which another rank of the model counts in norms; None: all count here.
     """
 
-    def __init__(self, layout: FlatLayout, weighs: int, device: torch.device) -> None:
-        self._layout, self._weighs = layout, weighs
+    def __init__(self, layout: FlatLayout, weighs: int, device: torch.device, counted: Tensor | None = None) -> None:
+        self._layout, self._weighs, self._counted = layout, weighs, counted
         self._squares = Squares.of(layout, device)
         self._told = torch.zeros(EARLIER + 1, device=device)
         self._outcome = torch.empty(OVERFLOWED + 1, device=device)
@@ -120,7 +127,7 @@ class Scaling:
         loss_scale: LossScale,
         max_grad_norm: float | None,
         transport: Transport,
-        shards: ShardGroup,
+        model: ModelGroup,
         *,
         largest: float = LARGEST_GRADIENT,
         earlier: Tensor | None = None,
@@ -137,27 +144,31 @@ class Scaling:
             loss_scale: This rank's.
             max_grad_norm: None: nobody clips.
             transport: To the ranks that agree.
-            shards: Over which a norm is added up.
+            model: Over which a norm is added up.
             largest: Elements beyond it do not count, unscaled.
             earlier: float32 [1], above 0 where this rank has found an inf since ranks have last met.
         """
         scale, found_inf = loss_scale
         told = self._told[:EARLIER] if earlier is None else self._told
         if max_grad_norm is not None:
-            self._tell_norm(grads, loss_scale, shards, largest, earlier, told)
+            self._tell_norm(grads, loss_scale, model, largest, earlier, told)
         else:
             self._tell(found_inf, earlier, told)
         if max_grad_norm is not None or found_inf is not None:
-            transport.all_reduce(told)
+            if model.count > 1:  # in an order which all of a model's ranks add up in: they must clip alike
+                told.copy_(ShardGroup(transport).sum(told))
+            else:
+                transport.all_reduce(told)
         if self._coef.shape != coef.shape:
             self._coef = torch.empty_like(coef)
         clip = (max_grad_norm is not None, 0.0 if max_grad_norm is None else max_grad_norm, self._weighs)
         written = (self._outcome, self._hold, coef, self._coef)
         scale_coefficients(told, transport.world_size, scale, *clip, *written)
         hold, overflowed = self._hold, self._outcome[OVERFLOWED:]
-        if found_inf is not None and shards.count > 1:
-            hold = shards.union(hold)
-            overflowed = ((hold > 0) | (overflowed > 0)).float()
+        if found_inf is not None and model.count > 1:
+            # Flags are the larger, the more ranks have found an inf.
+            hold, found = model.max(torch.cat([hold, (overflowed > 0).int()])).split(1)
+            overflowed = ((hold > 0) | (found > 0)).float()
         norm = None if max_grad_norm is None else self._outcome[MEAN_NORM]
         factor, ranks = self._outcome[FACTOR : FACTOR + 1], self._outcome[RANKS : RANKS + 1]
         return Agreed(self._coef, None if found_inf is None else hold, factor, norm, ranks, overflowed)
@@ -166,19 +177,19 @@ class Scaling:
         self,
         grads: Sequence[Tensor],
         loss_scale: LossScale,
-        shards: ShardGroup,
+        model: ModelGroup,
         largest: float,
         earlier: Tensor | None,
         told: Tensor,
     ) -> None:
-        """Write what this rank tells, in the launch that sums squares; of shards, once these are added up."""
+        """Write what this rank tells, in the launch that sums squares; of a model's part, once all are added up."""
         scale, found_inf = loss_scale
         where = (self._layout.sizes, self._layout.block_size, largest, scale)
-        if shards.count == 1:
+        if model.count == 1:
             gradient_squares(grads, *where, *self._squares, found_inf, earlier, told)
             return
         gradient_squares(grads, *where, *self._squares)
-        norm = shards.sum(self._squares.total).sqrt()
+        norm = model.sum(self._squares.of_this_rank(self._counted)).sqrt()
         self._tell(found_inf, earlier, told)
         told[NORM] = norm if scale is None else norm / scale
 

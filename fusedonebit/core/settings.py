@@ -136,6 +136,13 @@ class Wire:
             of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. Marsit's workers, of which its
             topology speaks, are then nodes. None: no levels.
         hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
+        model_parallel: The ranks that hold the other parts of this rank's model, where ``process_group`` averages over
+            its replicas: a group, or a ``DeviceMesh`` of one dimension, of tensor parallelism; with pipeline stages a
+            mesh of two dimensions, or two groups, that of the tensor parallelism last. All clip by one norm and skip a
+            step together. Of DTensors placements say which are shards; of plain tensors those are with an attribute
+            ``tensor_model_parallel`` that is True, as Megatron's layers set it. All others are replicas: they count
+            once in a norm, and in every 64th step ranks compare them. None: this rank holds the whole model, or what
+            ``fully_shard`` has left of it.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but the
             last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same result, bit
             for bit, as with as many ``buckets`` without it. True: in the first steps in bits it is tried whether that
@@ -156,6 +163,7 @@ class Wire:
 
     hierarchy: DeviceMesh | tuple[Any, Any] | None = None
     hierarchy_dtype: torch.dtype = torch.float32
+    model_parallel: Ranks | tuple[Any, Any] = None
     overlap: bool | Literal["always"] = False
     buckets: int | None = None
     block_size: int | None = None
@@ -272,7 +280,7 @@ class Layerwise:
 NUMERICS, WIRE, FAULTS, LAYERWISE = Numerics(), Wire(), Faults(), Layerwise()
 """The usual ones."""
 
-_HANDED_ON = ("mask", "hierarchy")
+_HANDED_ON = ("mask", "hierarchy", "model_parallel")
 """What goes to parameters and ranks, and is compared with those."""
 
 _T = TypeVar("_T", bound="Options")
@@ -297,7 +305,7 @@ class Options(Numerics, Wire, Faults):
     takes: ClassVar[frozenset[str]] = frozenset(
         [
             *("bias_correction", "eps_inside_sqrt", "master_weights", "stochastic_rounding", "maximize", "mask"),
-            *("block_size", "broadcast_parameters", "capturable", "nonfinite"),
+            *("block_size", "broadcast_parameters", "capturable", "nonfinite", "model_parallel"),
         ]
     )
     """Their fields that the optimizer can do something with."""

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_WAY_OUT = 'fully_shard(module, mesh=mesh["shard"]), and process_group=mesh["replicate"] for the optimizer'
+_WAY_OUT = (
+    'fully_shard(module, mesh=mesh["shard"]), and process_group=mesh["replicate"] for the optimizer; of tensor '
+    'parallelism Wire(model_parallel=mesh["tp"])'
+)
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -66,8 +69,47 @@ def like(owner: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def shard_mesh(params: Sequence[Tensor], names: Sequence[str]) -> DeviceMesh | None:
+def model_ranks(model_parallel: Any, device: torch.device) -> list[Transport]:
+    """Return the groups of ``Wire(model_parallel=...)``, from inside out; none where it is None.
+
+    Raises:
+        TypeError, ValueError: if it is no group.
+    """
+    if model_parallel is None:
+        return []
+    if hasattr(model_parallel, "get_group") and hasattr(model_parallel, "ndim"):
+        groups = [model_parallel.get_group(i) for i in range(model_parallel.ndim)]
+    else:
+        groups = list(model_parallel) if isinstance(model_parallel, (tuple, list)) else [model_parallel]
+    return [make_transport(group_of(group), device) for group in reversed(groups)]
+
+
+def replicas(params: Sequence[Tensor], names: Sequence[str], ranks: Transport) -> list[bool]:
+    """Return which parameters all of ``ranks`` hold alike; the others are shards.
+
+    Raises:
+        ValueError: if a DTensor is not distributed over just these ranks.
+    """
+    expected = dist.get_process_group_ranks(ranks.group) if isinstance(ranks, TorchTransport) else None
+    found = []
+    for name, p in zip(names, params, strict=True):
+        if not is_dtensor(p):
+            found.append(getattr(p, "tensor_model_parallel", False) is not True)
+            continue
+        over = dist.get_process_group_ranks(p.device_mesh.get_group()) if p.device_mesh.ndim == 1 else None
+        if over is None or over != expected or p.placements[0].is_partial():
+            raise ValueError(
+                f"{name} must be sharded or replicated over the last group of Wire(model_parallel=...) alone, which "
+                f"has ranks {expected}, got {p.placements} over {p.device_mesh}"
+            )
+        found.append(not p.placements[0].is_shard())
+    return found
+
+
+def shard_mesh(params: Sequence[Tensor], names: Sequence[str], is_split: bool = False) -> DeviceMesh | None:
     """Return the mesh over which parameters are sharded; None where they are whole.
+
+    ``is_split``: Whether they are those of model parallelism, of which some may be whole.
 
     Raises:
         ValueError: if some are and some are not, or not over one dimension.
@@ -75,10 +117,13 @@ def shard_mesh(params: Sequence[Tensor], names: Sequence[str]) -> DeviceMesh | N
     sharded = {name: p for name, p in zip(names, params, strict=True) if is_dtensor(p)}
     if not sharded:
         return None
+    if is_split:
+        return next(iter(sharded.values())).device_mesh
     if whole := [name for name in names if name not in sharded]:
         raise ValueError(
             f"params must be sharded all or none, but {whole[0]} is not and {next(iter(sharded))} is; "
-            "let fully_shard() wrap the module that it belongs to"
+            "let fully_shard() wrap the module that it belongs to, or pass the mesh of tensor parallelism as "
+            "Wire(model_parallel=...)"
         )
     mesh = sharded[names[0]].device_mesh
     for name, p in sharded.items():
@@ -156,14 +201,13 @@ def _check_levels(between: Transport, inside: Transport, world: Transport) -> No
             )
 
 
-def check_groups(sharded_over: dist.ProcessGroup, averaged_over: dist.ProcessGroup | None, world_size: int) -> None:
+def check_groups(sharded_over: Any, averaged_over: Any, world_size: int) -> None:
     """Raise ValueError if ranks that hold different shards are to average them."""
     if world_size == 1:
         return
-    shards = dist.get_process_group_ranks(sharded_over)
-    replicas = dist.get_process_group_ranks(averaged_over)
-    if len(set(shards) & set(replicas)) > 1:
+    shards, averaging = (dist.get_process_group_ranks(group) for group in (sharded_over, averaged_over))
+    if len(set(shards) & set(averaging)) > 1:
         raise ValueError(
-            f"ranks {shards} hold different shards of the parameters, but ranks {replicas} were to average theirs; "
+            f"ranks {shards} hold different shards of the parameters, but ranks {averaging} were to average theirs; "
             f"use {_WAY_OUT}"
         )

@@ -61,7 +61,7 @@ class AveragingOptimizer(DistributedOptimizer):
     @property
     def _is_alone(self) -> bool:
         """Tell whether this rank updates from gradients where they lie. Who wants errors looks at all of them first."""
-        single = self.transport.world_size == self.shards.count == 1
+        single = self.transport.world_size == self.model.count == 1
         return self.reads_gradients and single and self.options.nonfinite == "skip"
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
@@ -121,10 +121,11 @@ class AveragingOptimizer(DistributedOptimizer):
             flags = flags | overflow_flags(tail[HandshakeWord.OVERFLOW], self.transport.world_size)
         told = flags, self._tag_of_shards, handshake.absent(tail), len(layout.sizes)
         flags, self._absent = self.shards.unite(*told)
+        flags = self._united(flags)
         if loss_scale.found_inf is not None:
             self.overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
-            self._grad_norm = gradient_norm([values], self._flat, self.shards)
+            self._grad_norm = gradient_norm([values], self._flat, self.model, self._counted_here)
             values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
         self._update(self._averages(self._grad), self.coefficients.still(coef, self._absent), flags)
         return flags

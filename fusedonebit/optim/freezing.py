@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import ShardGroup
+from ..comm import ModelGroup, ShardGroup
 from ..core.state.header import AMOUNT, COUNT, FLAG, INT, list_of
 from ..core.telemetry import HostMirror
 from ..triton_kernels import Coef, FlatLayout, LiveTable, exponents, live_variance, rules
@@ -138,7 +138,7 @@ class DeadCoordinates:
 
 
 def quantile_floor(
-    layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool, shards: ShardGroup
+    layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool, model: ModelGroup
 ) -> Tensor:
     """Return what v must at least be so that no coordinate's 1/denom exceeds 1000 times the median's.
 
@@ -151,13 +151,13 @@ def quantile_floor(
         live: Which elements count.
         coef: float32 [tensors, columns of ``Coef``].
         eps_inside_sqrt: Which denom.
-        shards: Where the rest of v is.
+        model: Where the rest of v is.
 
     Returns:
         float32 [tensors].
     """
     counts = exponents(layout.sizes, layout.block_size, exp_avg_sq, live.bits, live.row)
-    below = shards.sum(counts).cumsum(0)
+    below = model.sum(counts).cumsum(0)
     half = (below[-1:] + 1) // 2
     median = (torch.searchsorted(below, half).int() << 16).view(torch.float32).double()
     k = coef.double()

@@ -370,8 +370,9 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         size, least = (squares / live).sqrt(), QUIET * variance.sqrt()
         moving = (size > 0) & (size >= least)
         size = torch.maximum(size, least)
-        counted = torch.where(moving.any(), moving, size > 0)
-        mean = (size * counted).sum() / counted.sum().clamp(min=1)
+        counted = torch.where(self.model_parallel.max(moving.any().int()) > 0, moving, size > 0)
+        total, number = self.model_parallel.sum(torch.stack([(size * counted).sum(), counted.sum().double()]))
+        mean = total / number.clamp(min=1)
         return torch.where(size > 0, mean / size, 1.0).float()
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:

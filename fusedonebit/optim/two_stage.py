@@ -85,7 +85,7 @@ class OneBitOptimizer(TwoStageState):
             self.living.settle(self)  # the next step may be a replay, and no graph does
             self.coefficient_table()
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
-            self._auto.observe(self.shards.sum(self._exp_avg_sq_sums.sum()), self.updates)
+            self._auto.observe(self.model.sum(self._exp_avg_sq_sums.sum()), self.updates)
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
@@ -165,7 +165,7 @@ class OneBitOptimizer(TwoStageState):
         last = self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
         if options.precondition and self.living is None:
-            floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.shards)
+            floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.model)
             least = torch.maximum(least, floor)
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         filled, half = None if keep else dead.mean, options.variance_dtype is torch.bfloat16

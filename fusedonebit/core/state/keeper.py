@@ -9,8 +9,19 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...comm import CollectiveError, Flag, ShardGroup, Transport, agree, checksum, make_transport
+from ...comm import (
+    CollectiveError,
+    Flag,
+    ModelGroup,
+    ShardGroup,
+    TorchTransport,
+    Transport,
+    agree,
+    checksum,
+    make_transport,
+)
 from ...comm.agreement import Fact
 from ...triton_kernels import Coef, FlatLayout, LiveTable, choose_block_size, live_table
 from ...triton_kernels.tables import tables_of
@@ -21,7 +32,7 @@ from ..options import CoefficientTable, check_group, check_lr, numbers, read_onc
 from ..outcome import Outcomes
 from ..params import ParameterList
 from ..settings import NUMERICS, WIRE, Options, Params, Ranks
-from ..sharding import check_groups, group_of, levels, local
+from ..sharding import check_groups, group_of, levels, local, model_ranks, replicas
 from ..step_count import StepCount
 from .header import KEY, Fields
 from .rank_local import Rows
@@ -65,6 +76,7 @@ class Keeper(torch.optim.Optimizer):
 
     options: Options
     levels: tuple[Transport, Transport] | None
+    inside: Transport
     _built: bool = False
     rates: Tensor | None = None
     """Where capturable the groups' learning rates, of which ``lr_tensors`` are views: float32 [groups]."""
@@ -84,10 +96,9 @@ class Keeper(torch.optim.Optimizer):
         params, error = materialise(params)
         self.device = first_device(params)
         self.transport = make_transport(group_of(process_group), self.device)
-        mesh = first_mesh(params)
-        self.shards = ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), self.device))
-        self.inside: Transport = self.shards.transport  # between ranks of one replica, or of one node
         wire = WIRE
+        ranks = model_ranks(getattr(settings.get("wire"), "model_parallel", None), self.device)
+        self.meet_model(ranks, None if ranks else first_mesh(params))
         try:
             if error is not None:
                 raise error
@@ -103,7 +114,12 @@ class Keeper(torch.optim.Optimizer):
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
             self.param_groups[0][KEY] = ""
             self.put_lr_on_the_device()
-            self.parameters = ParameterList(self.param_groups, options.master_weights)
+            if ranks and options.bucket_count > 1:
+                raise ValueError(
+                    f"buckets must be None, and overlap False, with Wire(model_parallel=...), got "
+                    f"{options.bucket_count} buckets: parts of a model skip a step together, before anything is sent"
+                )
+            self.take_parameters()
             self._check_shards()
             masks = settings.get("numerics", NUMERICS).mask or {}
             check_masks(masks, self.parameters)
@@ -112,12 +128,27 @@ class Keeper(torch.optim.Optimizer):
             check_device(self.device)
             self.levels = None if wire.hierarchy is None else self._levels_of(wire.hierarchy)
             self.inside = self.inside if self.levels is None else self.levels[1]
+            for group in self.model_parallel.groups:  # counted as one
+                group.transport.traffic = self.inside.traffic
         except Exception as caught:
             error = caught
         self._agree_on_everything(error, wire.broadcast_parameters)
         self.set_up()
 
     # ---------------------------------------------------------------- construction
+
+    def meet_model(self, ranks: Sequence[Transport], mesh: DeviceMesh | None = None) -> None:
+        """Take the ranks that hold other parts of this rank's model: ``model_parallel``, from inside out, or a mesh."""
+        self.shards = ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), self.device))
+        self.model_parallel = ModelGroup(*map(ShardGroup, ranks))
+        self.model = ModelGroup(self.shards, *self.model_parallel.groups)
+        self.inside = self.shards.transport  # between ranks of one replica, or of one node
+
+    def take_parameters(self) -> None:
+        """List the groups' parameters, and those that model-parallel ranks have alike; raise if they can't be used."""
+        ranks = self.model_parallel.groups
+        self.parameters = plist = ParameterList(self.param_groups, self.options.master_weights, bool(ranks))
+        self.replicas = replicas(plist.owners, plist.names, ranks[0].transport) if ranks else [False] * len(plist)
 
     def _check_16_bits(self) -> None:
         """Raise ValueError if parameters can't be rounded, or have masters, as the options say."""
@@ -126,15 +157,19 @@ class Keeper(torch.optim.Optimizer):
 
     def _check_shards(self) -> None:
         """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
+        averaged = getattr(self.transport, "group", None), self.transport.world_size
+        for group in self.model_parallel.groups:
+            if isinstance(group.transport, TorchTransport):
+                check_groups(group.transport.group, *averaged)
         mesh = self.parameters.mesh
-        if mesh is None:
+        if mesh is None or self.model_parallel.groups:
             return
         if not self.takes_shards:
             raise ValueError(
                 f"parameters of {type(self).__name__} must be whole, but {self.parameters.names[0]} is a DTensor; "
                 "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"
             )
-        check_groups(mesh.get_group(), getattr(self.transport, "group", None), self.transport.world_size)
+        check_groups(mesh.get_group(), *averaged)
 
     def _levels_of(self, hierarchy: Any) -> tuple[Transport, Transport]:
         """Return the ranks between nodes and those inside one; TypeError or ValueError if they are not to be had."""
@@ -243,11 +278,37 @@ class Keeper(torch.optim.Optimizer):
     # ---------------------------------------------------------------- agreement
 
     def agree_on(
-        self, facts: list[Fact], of_shards: Sequence[Fact] = (), error: Exception | None = None, hint: str = ""
+        self,
+        facts: list[Fact],
+        of_shards: Sequence[Fact] = (),
+        error: Exception | None = None,
+        hint: str = "",
+        of_model: Sequence[Fact] = (),
+        of_replicas: Sequence[Fact] = (),
     ) -> None:
-        """Return on all ranks, or raise on all; ``of_shards`` is what ranks with other shards have alike too."""
-        of_replicas = failure(lambda: agree(self.transport, facts, self.device, error, hint))
-        agree(self.shards.transport, of_shards, self.device, of_replicas, hint, "shard")
+        """Return on all ranks, or raise on all.
+
+        ``of_shards`` is what ranks with other shards have alike too, ``of_model`` all that hold parts of the model, and
+        ``of_replicas`` those of them that hold some of its parameters alike.
+        """
+        error = failure(lambda: agree(self.transport, facts, self.device, error, hint))
+        error = failure(lambda: agree(self.shards.transport, of_shards, self.device, error, hint, "shard"))
+        for group in self.model_parallel.groups:
+            error = self._disagreement(group, [*of_model, *of_replicas], error, hint)
+            of_replicas = ()
+        if error is not None:
+            raise error
+
+    def _disagreement(
+        self, group: ShardGroup, facts: Sequence[Fact], error: Exception | None, hint: str
+    ) -> Exception | None:
+        """Return what all model-parallel ranks of a group raise, unless they state the same and none has an error."""
+        hint += f"{'; ' * bool(hint)}set tensor_model_parallel = True on a plain tensor that is a shard"
+        return failure(lambda: agree(group.transport, facts, self.device, error, hint, "model-parallel rank"))
+
+    def values_of_replicas(self) -> list[Fact]:
+        """Return checksums of the parameters that model-parallel ranks have alike."""
+        return self.parameters.values([i for i, shared in enumerate(self.replicas) if shared])
 
     def _agree_on_everything(self, error: Exception | None, broadcast: bool = False) -> None:
         """Return on all ranks if all mean the same and none has an ``error``; else raise on all.
@@ -258,7 +319,12 @@ class Keeper(torch.optim.Optimizer):
         names = [] if error else self.parameters.names
         of_a_shard = {what for name in names for what in (name, f"the mask of {name}")}
         of_all = [fact for fact in facts if fact[0] not in of_a_shard]
-        self.agree_on(facts, of_all, error, "construct the optimizer alike on every rank")
+        of_model = [(what, fact) for what, fact in facts if what == "the optimizer" or what in self.options.names()]
+        of_model += [] if error else [("whether any parameter trains", str(bool(names)))]
+        alike = [] if error else zip(self.parameters.facts()[1:], self.replicas, strict=True)
+        of_replicas = [fact for fact, shared in alike if shared]
+        hint = "construct the optimizer alike on every rank"
+        self.agree_on(facts, of_all, error, hint, of_model, of_replicas)
         if broadcast:
             self.parameters.before_update()
             for dense in self.parameters.dense:
@@ -271,7 +337,7 @@ class Keeper(torch.optim.Optimizer):
 
     def _agree_on_values(self, hint: str) -> None:
         """Return on all ranks if all have the same parameters; else raise on all, naming the first that differs."""
-        self.agree_on(self.parameters.values(), hint=hint)
+        self.agree_on(self.parameters.values(), hint=hint, of_replicas=self.values_of_replicas())
 
     def agree_on_loaded(self) -> None:
         """Do what ``_agree_on_values`` does, at the first step after a load: models may be loaded later.
@@ -279,7 +345,7 @@ class Keeper(torch.optim.Optimizer):
         Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
         those of the round's beginning, on which all have agreed while they loaded.
         """
-        if self.transport.world_size > 1 and self.synchronised:
+        if self.transport.world_size * self.model_parallel.count > 1 and self.synchronised:
             self._agree_on_values(
                 "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "
                 "load_state_dict(), and no parameter was changed"
@@ -299,6 +365,7 @@ class Keeper(torch.optim.Optimizer):
             ("the optimizer", type(self).__name__),
             *((name, stated(getattr(options, name))) for name in options.names()),
             ("the number of ranks of a node", str(self.inside.world_size)),
+            ("the number of model-parallel ranks", str(self.model_parallel.count)),
             *plist.facts(),
             ("the number of groups", str(len(self.param_groups))),
             *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),
@@ -335,12 +402,12 @@ class Keeper(torch.optim.Optimizer):
         specs = [spec for spec in self.specs() if spec.per == "tensor"]
         tables = {id(p): [spec.tensor(self)[..., i] for spec in specs] for i, p in enumerate(self.parameters.owners)}
         masters = {id(self.parameters.owners[i]): self.parameters.master(i) for i in self.parameters.corrected}
-        before = self.parameters, list(self.param_groups)
+        before = self.parameters, self.replicas, list(self.param_groups)
         outcomes, updates = self.outcomes, self.updates
         try:
             self._agree_on_everything(failure(lambda: self._take_group(param_group)))
         except Exception:
-            self.parameters, self.param_groups = before
+            self.parameters, self.replicas, self.param_groups = before
             raise
         self.given_block_size = None  # a checkpoint's was for the old groups; a run that has loaded none chooses anew
         self.build()
@@ -361,7 +428,7 @@ class Keeper(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):  # all: laid out anew, no step sees what was changed before
             self.check_group(numbers(group), f"group {i}")
         self.put_lr_on_the_device()
-        self.parameters = ParameterList(self.param_groups, self.options.master_weights)
+        self.take_parameters()
         self._check_16_bits()
 
     def _add_group(self, param_group: dict[str, Any]) -> None:

@@ -1,0 +1,365 @@
+"""A model that is cut over ranks, each part trained by its data-parallel group: one norm, skips together, no parting.
+
+Four ranks, 2 x 2: rank 2d + t is in replica d of the model and holds part t of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from observe import fingerprint
+from optimizers import MAKE, by_name
+from ranks import run_ranks
+from sharded import caught
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+
+from fusedonebit import AdamW, OneBitAdam, OneBitLamb, Wire, ZeroOneAdam, amp
+from fusedonebit.optim.averaging import AveragingOptimizer
+from fusedonebit.optim.policies import FixedRounds
+
+LR, MOST = 1e-2, 0.5
+WHOLE = {"up.weight": (24, 10), "up.bias": (24,), "down.weight": (10, 24), "down.bias": (10,), "norm.weight": (10,)}
+CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+"""Along which dimension a tensor is cut; all parts have the others alike."""
+
+KINDS: dict[str, Any] = MAKE | {
+    "OneBitAdam, auto": by_name(OneBitAdam, freeze_step="auto"),
+    "OneBitAdam, living": by_name(OneBitAdam, variance="shared", guard="off"),
+    "OneBitLamb, living": by_name(OneBitLamb, variance="shared", guard="off"),
+    "ZeroOneAdam, own, rounds of 3": by_name(ZeroOneAdam, sync_policy=FixedRounds(3)),
+}
+EACH = pytest.mark.parametrize("name", KINDS)
+QUIET = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh(
+        "cpu",
+        shape,
+        mesh_dim_names=("data", "pipeline", "tensor")[-len(shape) :] if len(shape) == 3 else ("data", "tensor"),
+    )
+
+
+def numbers(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in WHOLE.items()}
+
+
+def part(name: str, whole: Tensor, t: int) -> Tensor:
+    return whole.chunk(2, CUT[name])[t].contiguous() if name in CUT else whole.clone()
+
+
+def plain(t: int) -> dict[str, Parameter]:
+    """This rank's part of the model, marked as Megatron's layers mark it."""
+    params = {name: Parameter(part(name, whole, t)) for name, whole in numbers(0).items()}
+    for name in CUT:
+        params[name].tensor_model_parallel = True
+    return params
+
+
+def gradients(step: int, replica: int) -> dict[str, Tensor]:
+    """Of the whole model, of very different norms from replica to replica and step to step."""
+    size = 10.0 ** ((replica + step) % 3 - 1)
+    return {name: size * whole for name, whole in numbers(1000 + 10 * step + replica).items()}
+
+
+def norm_of(grads: dict[str, Tensor]) -> float:
+    params = [Parameter(torch.zeros_like(g)) for g in grads.values()]
+    for p, g in zip(params, grads.values(), strict=True):
+        p.grad = g.clone()
+    return float(clip_grad_norm_(params, MOST))
+
+
+def expected_norm(optimizer: Any, step: int, replica: int) -> float:
+    """Of the averaged gradient, where there is one; else the mean of the replicas', or between rounds a worker's own."""
+    each = [gradients(step, d) for d in (0, 1)]
+    if optimizer.phase == "local":
+        return norm_of(each[replica])
+    if isinstance(optimizer, AveragingOptimizer) and optimizer.phase in ("uncompressed", "warmup"):
+        return norm_of({name: (each[0][name] + each[1][name]) / 2 for name in WHOLE})
+    return (norm_of(each[0]) + norm_of(each[1])) / 2
+
+
+def give(params: dict[str, Parameter], step: int, replica: int, t: int) -> None:
+    for name, whole in gradients(step, replica).items():
+        params[name].grad = part(name, whole, t)
+
+
+def alike(params: dict[str, Parameter]) -> str:
+    return fingerprint([p for name, p in params.items() if name not in CUT])
+
+
+def cut_optimizer(name: str, rank: int, **more: Any) -> tuple[dict[str, Parameter], Any]:
+    mesh = mesh_of(2, 2)
+    params = plain(rank % 2)
+    options = {"model_parallel": mesh["tensor"], "process_group": mesh["data"]} | more
+    named = list(params.items()) if name != "OneBitLion" else list(params.values())
+    return params, KINDS[name](named, LR, **options)
+
+
+# ---------------------------------------------------------------- one norm
+
+
+def clip(rank: int, world_size: int, name: str) -> tuple[float, str, str]:
+    params, optimizer = cut_optimizer(name, rank, max_grad_norm=MOST)
+    worst, step = 0.0, -1
+    while step < 20 or not optimizer.synchronised:
+        step += 1
+        give(params, step, rank // 2, rank % 2)
+        optimizer.step()
+        expected = expected_norm(optimizer, step, rank // 2)
+        worst = max(worst, abs(optimizer.stats()["grad_norm"] - expected) / expected)
+    return worst, alike(params), fingerprint([params[name] for name in CUT])
+
+
+@QUIET
+@EACH
+def test_all_parts_are_clipped_by_the_norm_of_the_whole_model_and_replicas_stay_alike(name):
+    ranks = run_ranks(clip, 4, name)
+    worst = max(each for each, *_ in ranks)
+    print(
+        f"{name}: norms off by {worst:.1e} (limit 1e-6); {len({shared for _, shared, _ in ranks})} kind(s) of replicas"
+    )
+    assert worst <= 1e-6
+    assert len({shared for _, shared, _ in ranks}) == 1
+    assert ranks[0][2] == ranks[2][2] != ranks[1][2] == ranks[3][2]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(10), nn.Linear(10, 24), nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def loss_of(model: nn.Module, step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    x, y = (torch.randn(6, 10, generator=generator) for _ in range(2))
+    return 10.0 ** (replica + 1) * ((model(x) - y) ** 2).mean()
+
+
+def clip_dtensors(rank: int, world_size: int, name: str, norm_too: bool) -> tuple[float, str, float]:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model, whole = Model(), Model()
+    whole.load_state_dict(model.state_dict())
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    if norm_too:  # a DTensor that is replicated
+        parallelize_module(model, mesh["tensor"], {"norm": SequenceParallel(use_local_output=False)})
+        model.norm.forward = lambda x, norm=model.norm: torch.nn.functional.layer_norm(
+            x, (10,), norm.weight.to_local(), norm.bias.to_local()
+        )
+    optimizer = KINDS[name](
+        model.parameters(), LR, max_grad_norm=MOST, model_parallel=mesh["tensor"], process_group=mesh["data"]
+    )
+    theirs = torch.optim.AdamW(whole.parameters(), LR)
+    worst = 0.0
+    for step in range(20):
+        model.zero_grad()
+        loss_of(model, step, rank // 2).backward()
+        optimizer.step()
+        if name == "AdamW, ours":
+            whole.zero_grad()
+            ((loss_of(whole, step, 0) + loss_of(whole, step, 1)) / 2).backward()
+            expected = float(clip_grad_norm_(whole.parameters(), MOST))
+            theirs.step()
+            worst = max(worst, abs(optimizer.stats()["grad_norm"] - expected) / expected)
+    both = zip(model.parameters(), whole.parameters(), strict=True)
+    off = max(float(((p.full_tensor() if isinstance(p, DTensor) else p) - q).detach().abs().max()) for p, q in both)
+    shared = [model.norm.weight, model.norm.bias, model.down.bias]
+    return worst, fingerprint([p.to_local() if isinstance(p, DTensor) else p for p in shared]), off
+
+
+@QUIET
+@pytest.mark.parametrize("norm_too", [False, True], ids=["plain norm", "norm as DTensor"])
+@pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam", "OneBitLion", "ZeroOneAdam, own", "MarsitSGD"])
+def test_so_are_dtensors_whose_placements_say_which_are_shards(name, norm_too):
+    ranks = run_ranks(clip_dtensors, 4, name, norm_too)
+    assert len({shared for _, shared, _ in ranks}) == 1
+    if name == "AdamW, ours":
+        print(f"norms off by {max(r[0] for r in ranks):.1e}, parameters by {max(r[2] for r in ranks):.1e} (1e-5, 1e-4)")
+        assert max(r[0] for r in ranks) <= 1e-5
+        assert max(r[2] for r in ranks) <= 1e-4
+
+
+def clip_stages(rank: int, world_size: int, name: str) -> tuple[float, float]:
+    """Two stages of a pipeline: as many different tensors, none of which is anywhere else."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("data", "pipeline", "tensor"))
+    replica, stage = divmod(rank, 2)
+    mine = [name for i, name in enumerate(WHOLE) if (i < 2) == (stage == 0)]
+    params = {name: Parameter(numbers(0)[name]) for name in mine}
+    groups = mesh["pipeline", "tensor"] if replica == 0 else (mesh["pipeline"], mesh["tensor"])
+    how = {"max_grad_norm": MOST, "process_group": mesh["data"], "model_parallel": groups}
+    optimizer = KINDS[name](list(params.values()), LR, **how)
+    worst = 0.0
+    for step in range(6):
+        for each, p in params.items():
+            p.grad = gradients(step, replica)[each]
+        optimizer.step()
+        expected = expected_norm(optimizer, step, replica)
+        worst = max(worst, abs(optimizer.stats()["grad_norm"] - expected) / expected)
+    return worst, optimizer.stats()["step"]
+
+
+@QUIET
+@pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam"])
+def test_so_are_stages_of_a_pipeline(name):
+    assert all(worst <= 1e-6 and steps == 6 for worst, steps in run_ranks(clip_stages, 4, name))
+
+
+# ---------------------------------------------------------------- all skip together
+
+
+def skip(rank: int, world_size: int, name: str, clips: bool) -> tuple[int, list[float], str, str, str]:
+    params, optimizer = cut_optimizer(name, rank, max_grad_norm=MOST if clips else None)
+    scaler = amp.GradScaler("cpu", 2.0**8, growth_interval=1000)
+    scales = []
+    for step in range(24):
+        give(params, step, rank // 2, rank % 2)
+        for p in params.values():
+            p.grad = scaler.scale(p.grad)
+        if step in (5, 13) and rank == 3:  # in one shard, of one replica
+            params["up.weight"].grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return optimizer.stats()["skipped_steps"], scales, alike(params), optimizer.phase, str(optimizer.stats()["step"])
+
+
+@QUIET
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@EACH
+def test_an_overflow_in_one_shard_holds_all_of_the_model_still(name, clips):
+    ranks = run_ranks(skip, 4, name, clips)
+    print(name, ranks[0][0], ranks[0][1][-1])
+    assert all(each == ranks[0] for each in ranks)
+    if "rounds" not in name:  # between two synchronisations one worker alone holds still
+        assert ranks[0][0] == 2
+
+
+def spoil(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
+    params, optimizer = cut_optimizer(name, rank)
+    for step in range(24):
+        give(params, step, rank // 2, rank % 2)
+        if step in (5, 13) and rank == 2:
+            params["down.weight"].grad[0, 0] = torch.nan
+        optimizer.step()
+    return optimizer.stats()["skipped_steps"], alike(params), optimizer.phase
+
+
+@QUIET
+@EACH
+def test_a_gradient_that_is_no_number_in_one_shard_makes_all_of_the_model_skip(name):
+    ranks = run_ranks(spoil, 4, name)
+    assert all(each == ranks[0] for each in ranks)
+    assert ranks[0][0] == 2
+
+
+def explode(rank: int, world_size: int) -> tuple[Any, ...]:
+    params, optimizer = plain(rank % 2), None
+    mesh = mesh_of(2, 2)
+    how = {"freeze_step": 12, "rewarm_steps": 10, "model_parallel": mesh["tensor"], "process_group": mesh["data"]}
+    optimizer = by_name(OneBitAdam)(list(params.values()), LR, **how)
+    phases = []
+    for step in range(50):
+        give(params, 0, rank // 2, rank % 2)
+        if step == 20 and rank % 2:
+            params["up.weight"].grad *= 1e4
+        optimizer.step()
+        phases.append(optimizer.phase)
+    return phases, optimizer.stats()["skipped_steps"], alike(params)
+
+
+@QUIET
+def test_an_update_that_the_guard_refuses_in_one_shard_all_of_the_model_refuse():
+    ranks = run_ranks(explode, 4)
+    assert all(each == ranks[0] for each in ranks)
+    phases, skipped, _ = ranks[0]
+    assert skipped == 1
+    assert phases.count("warmup") == 22
+
+
+def break_one(rank: int, world_size: int, name: str) -> tuple[str, str]:
+    params, optimizer = cut_optimizer(name, rank, max_grad_norm=MOST)
+    for step in range(5):
+        give(params, step, rank // 2, rank % 2)
+        optimizer.step()
+    before = alike(params)
+    give(params, 5, rank // 2, rank % 2)
+    if rank == 1:
+        params["up.weight"].grad = params["up.weight"].grad.to_sparse()
+    return caught(optimizer.step)[0], "" if alike(params) == before else "moved"
+
+
+@QUIET
+@pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam", "MarsitSGD"])
+def test_a_rank_that_cant_take_its_step_is_heard_by_all(name):
+    assert run_ranks(break_one, 4, name) == [("TypeError" if r == 1 else "AbortedStepError", "") for r in range(4)]
+
+
+# ---------------------------------------------------------------- what parts is found
+
+
+def plant(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> tuple[int, str, str]:
+    params, optimizer = cut_optimizer(name, rank)
+    for step in range(10 + 64 + 8):
+        give(params, step % 5, rank // 2, rank % 2)
+        if step == 10 and rank in on:
+            with torch.no_grad():
+                params["norm.weight"][3] += 1e-6
+        if (found := caught(optimizer.step))[0]:
+            return step, *found
+    return -1, "", ""
+
+
+@QUIET
+@pytest.mark.parametrize(
+    "name", ["AdamW, ours", "OneBitAdam", "ZeroOneAdam, own, rounds of 3", "MarsitSGD", "OneBitLion"]
+)
+@pytest.mark.parametrize("on", [(3,), (1, 3)], ids=["one rank", "all replicas"])
+def test_a_replica_that_has_parted_is_found_on_all_ranks_within_64_steps(name, on):
+    ranks = run_ranks(plant, 4, name, on)
+    assert all(10 <= step <= 74 + 2 for step, *_ in ranks)
+    assert len({step for step, *_ in ranks}) == 1
+    kinds = [kind for _, kind, _ in ranks]
+    assert kinds == ["DisagreementError" if on == (1, 3) or rank > 1 else "AbortedStepError" for rank in range(4)]
+    print(ranks[3][2])
+    assert "norm.weight" in ranks[3][2] or "parameter 4" in ranks[3][2]
+
+
+def begin(rank: int, world_size: int, mistake: str) -> tuple[str, str]:
+    mesh = mesh_of(2, 2)
+    params = plain(rank % 2)
+    group: Any = mesh["data"]
+    if mistake == "unmarked":
+        params["down.weight"].tensor_model_parallel = False
+    if mistake == "of another seed":
+        params["norm.weight"].data += rank % 2
+    if mistake == "group":
+        group = None
+    how: dict[str, Any] = {"process_group": group, "wire": Wire(model_parallel=mesh["tensor"])}
+    return caught(lambda: AdamW(list(params.values()), LR, **how))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        ("unmarked", "set tensor_model_parallel = True on a plain tensor that is a shard"),
+        ("of another seed", "model-parallel ranks differ: the checksum of parameter 4's values"),
+        ("group", 'process_group=mesh["replicate"]'),
+    ],
+)
+def test_what_cant_be_meant_is_one_clear_error_on_all_ranks(mistake, text):
+    for kind, said in run_ranks(begin, 4, mistake):
+        assert kind in ("DisagreementError", "ValueError")
+        assert text in said
