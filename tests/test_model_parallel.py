@@ -15,8 +15,8 @@ from ranks import run_ranks
 from sharded import caught
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
@@ -78,7 +78,7 @@ def norm_of(grads: dict[str, Tensor]) -> float:
 
 
 def expected_norm(optimizer: Any, step: int, replica: int) -> float:
-    """Of the averaged gradient, where there is one; else the mean of the replicas', or between rounds a worker's own."""
+    """Of the averaged gradient, where there is one; else the mean of replicas', or between rounds a worker's own."""
     each = [gradients(step, d) for d in (0, 1)]
     if optimizer.phase == "local":
         return norm_of(each[replica])
@@ -155,7 +155,7 @@ def clip_dtensors(rank: int, world_size: int, name: str, norm_too: bool) -> tupl
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh["tensor"], plan)
     if norm_too:  # a DTensor that is replicated
-        parallelize_module(model, mesh["tensor"], {"norm": SequenceParallel(use_local_output=False)})
+        distribute_module(model.norm, mesh["tensor"])
         model.norm.forward = lambda x, norm=model.norm: torch.nn.functional.layer_norm(
             x, (10,), norm.weight.to_local(), norm.bias.to_local()
         )
@@ -223,8 +223,8 @@ def test_so_are_stages_of_a_pipeline(name):
 def skip(rank: int, world_size: int, name: str, clips: bool) -> tuple[int, list[float], str, str, str]:
     params, optimizer = cut_optimizer(name, rank, max_grad_norm=MOST if clips else None)
     scaler = amp.GradScaler("cpu", 2.0**8, growth_interval=1000)
-    scales = []
-    for step in range(24):
+    scales: list[float] = []
+    while (step := len(scales)) < 24 or not optimizer.synchronised:
         give(params, step, rank // 2, rank % 2)
         for p in params.values():
             p.grad = scaler.scale(p.grad)
@@ -243,13 +243,14 @@ def test_an_overflow_in_one_shard_holds_all_of_the_model_still(name, clips):
     ranks = run_ranks(skip, 4, name, clips)
     print(name, ranks[0][0], ranks[0][1][-1])
     assert all(each == ranks[0] for each in ranks)
-    if "rounds" not in name:  # between two synchronisations one worker alone holds still
+    if "rounds" not in name and name != "ZeroOneAdam":  # between synchronisations it is one worker's own affair
         assert ranks[0][0] == 2
 
 
 def spoil(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
-    params, optimizer = cut_optimizer(name, rank)
-    for step in range(24):
+    (params, optimizer), step = cut_optimizer(name, rank), -1
+    while step < 23 or not optimizer.synchronised:
+        step += 1
         give(params, step, rank // 2, rank % 2)
         if step in (5, 13) and rank == 2:
             params["down.weight"].grad[0, 0] = torch.nan
@@ -310,11 +311,15 @@ def test_a_rank_that_cant_take_its_step_is_heard_by_all(name):
 # ---------------------------------------------------------------- what parts is found
 
 
+PLANTED = 12
+"""The step before which a parameter is changed; there no round is under way."""
+
+
 def plant(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> tuple[int, str, str]:
     params, optimizer = cut_optimizer(name, rank)
-    for step in range(10 + 64 + 8):
+    for step in range(PLANTED + 64 + 8):
         give(params, step % 5, rank // 2, rank % 2)
-        if step == 10 and rank in on:
+        if step == PLANTED and rank in on:
             with torch.no_grad():
                 params["norm.weight"][3] += 1e-6
         if (found := caught(optimizer.step))[0]:
@@ -329,7 +334,7 @@ def plant(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> tuple[i
 @pytest.mark.parametrize("on", [(3,), (1, 3)], ids=["one rank", "all replicas"])
 def test_a_replica_that_has_parted_is_found_on_all_ranks_within_64_steps(name, on):
     ranks = run_ranks(plant, 4, name, on)
-    assert all(10 <= step <= 74 + 2 for step, *_ in ranks)
+    assert all(PLANTED <= step <= 64 + 2 for step, *_ in ranks)  # the second comparison, told where a round ends
     assert len({step for step, *_ in ranks}) == 1
     kinds = [kind for _, kind, _ in ranks]
     assert kinds == ["DisagreementError" if on == (1, 3) or rank > 1 else "AbortedStepError" for rank in range(4)]
