@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from fusedonebit import AdamW, OneBitAdam, OneBitLamb, Wire, ZeroOneAdam, amp
+from fusedonebit import AdamW, OneBitAdam, OneBitLamb, OneBitLion, Wire, ZeroOneAdam, amp, dcp
 from fusedonebit.optim.averaging import AveragingOptimizer
 from fusedonebit.optim.policies import FixedRounds
 
@@ -33,6 +33,7 @@ KINDS: dict[str, Any] = MAKE | {
     "OneBitAdam, auto": by_name(OneBitAdam, freeze_step="auto"),
     "OneBitAdam, living": by_name(OneBitAdam, variance="shared", guard="off"),
     "OneBitLamb, living": by_name(OneBitLamb, variance="shared", guard="off"),
+    "OneBitLion, mean": by_name(OneBitLion, aggregation="mean"),
     "ZeroOneAdam, own, rounds of 3": by_name(ZeroOneAdam, sync_policy=FixedRounds(3)),
 }
 EACH = pytest.mark.parametrize("name", KINDS)
@@ -306,6 +307,84 @@ def break_one(rank: int, world_size: int, name: str) -> tuple[str, str]:
 @pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam", "MarsitSGD"])
 def test_a_rank_that_cant_take_its_step_is_heard_by_all(name):
     assert run_ranks(break_one, 4, name) == [("TypeError" if r == 1 else "AbortedStepError", "") for r in range(4)]
+
+
+def skip_in_levels(rank: int, world_size: int) -> tuple[Any, ...]:
+    """Two nodes of two ranks, each rank's model cut in two."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("node", "inside", "tensor"))
+    levels, params = mesh["node", "inside"], plain(rank % 2)
+    how = {"process_group": levels._flatten("data"), "hierarchy": levels, "model_parallel": mesh["tensor"]}
+    optimizer = by_name(OneBitAdam)(list(params.values()), LR, freeze_step=3, guard="off", max_grad_norm=MOST, **how)
+    for step in range(16):
+        give(params, step, rank // 2, rank % 2)
+        if step in (7, 11) and rank == 5:
+            params["up.weight"].grad[0, 0] = torch.nan
+        optimizer.step()
+    return optimizer.stats()["skipped_steps"], alike(params)
+
+
+@QUIET
+def test_so_it_does_where_ranks_compress_in_two_levels():
+    ranks = run_ranks(skip_in_levels, 8)
+    assert all(each == ranks[0] for each in ranks)
+    assert ranks[0][0] == 2
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class Part(nn.Module):
+    def __init__(self, t: int) -> None:
+        super().__init__()
+        for name, p in plain(t).items():
+            setattr(self, name.replace(".", "_"), p)
+
+
+def resume(rank: int, world_size: int, name: str, folder: str, is_plain: bool) -> tuple[str, ...]:
+    """Save after 9 steps, each part of the model by itself; go on with that, and with what was saved."""
+    mesh = mesh_of(2, 2)
+    how = {"max_grad_norm": MOST, "model_parallel": mesh["tensor"], "process_group": mesh["data"]}
+
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model: nn.Module = Part(rank % 2) if is_plain else Model()
+        if not is_plain:
+            parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model, KINDS[name](model.parameters(), LR, **how)
+
+    def train(model: nn.Module, optimizer: Any, start: int) -> str:
+        params = list(model.parameters())
+        for step in range(start, start + 9):
+            model.zero_grad()
+            if is_plain:
+                give(dict(zip(WHOLE, params, strict=True)), step, rank // 2, rank % 2)
+            else:
+                loss_of(model, step, rank // 2).backward()
+            optimizer.step()
+        return fingerprint([p.to_local() if isinstance(p, DTensor) else p for p in params])
+
+    model, optimizer = make()
+    train(model, optimizer, 0)
+    (again, other), (third, last) = make(), make()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, f"{folder}/{rank}.pt")
+    found = torch.load(f"{folder}/{rank}.pt", weights_only=False)
+    again.load_state_dict(found["model"])
+    other.load_state_dict(found["optimizer"])
+    if is_plain:
+        dcp.save(model, optimizer, f"{folder}/part{rank % 2}")
+        dcp.load(third, last, f"{folder}/part{rank % 2}")
+        return train(model, optimizer, 9), train(again, other, 9), train(third, last, 9)
+    assert "torch.save() each rank" in caught(lambda: dcp.save(model, optimizer, f"{folder}/all"))[1]
+    return train(model, optimizer, 9), train(again, other, 9)
+
+
+@QUIET
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "DTensors"])
+@pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam"])
+def test_each_part_of_the_model_is_saved_by_itself_and_resumes_bit_for_bit(name, is_plain, tmp_path):
+    for went_on, *resumed in run_ranks(resume, 4, name, str(tmp_path), is_plain):
+        assert resumed == [went_on] * len(resumed)
 
 
 # ---------------------------------------------------------------- what parts is found

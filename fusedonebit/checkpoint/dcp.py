@@ -326,6 +326,11 @@ def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
 def _check_ranks(optimizer: DistributedOptimizer) -> None:
     if not isinstance(optimizer, DistributedOptimizer):
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
+    if optimizer.model_parallel.groups and optimizer.parameters.mesh is not None:
+        raise RuntimeError(
+            "torch.distributed.checkpoint wants all shards of DTensors at once, but process_group has one of "
+            "Wire(model_parallel=...) alone: torch.save() each rank's optimizer.state_dict() in its own file"
+        )
     rows = optimizer.rows
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(
