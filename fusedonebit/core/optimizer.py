@@ -418,8 +418,9 @@ class DistributedOptimizer(Keeper):
             transport; world_size; parameters and padding (elements); collectives_step, bytes_step and bytes_total (sent
             by this rank to others, with what DDP sends if it averages, attached or not); averaged_already (whether DDP
             averages gradients that were to be compressed, without ``ddp.attach``); collectives_inside and bytes_inside
-            (of the last step, between ranks that hold other shards, or are of one node); state_bytes (allocated);
-            freeze_step (None); grad_norm (before clipping, of the last step; None without ``max_grad_norm``).
+            (of the last step, between ranks that hold other shards or parts, or are of one node); state_bytes
+            (allocated); freeze_step (None); grad_norm (before clipping, of the last step; None without
+            ``max_grad_norm``).
         """
         self.catch_up()
         transport, layout = self.transport, self.layout

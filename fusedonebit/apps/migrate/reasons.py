@@ -10,7 +10,10 @@ _PROFILE = "DeepSpeed's own profiler; use torch.profiler"
 _MONITOR = "the engine's logging; log optimizer.stats() yourself"
 _DATA = "the engine's data pipeline, not the optimizer"
 _SPARE = "DeepSpeed's offloading to CPU or disk; optimizer state stays on the parameters' device here"
-_PARALLEL = "the engine cuts the model; cut it yourself and give the optimizer the data-parallel group, process_group="
+_PARALLEL = (
+    "the engine cuts the model; cut it yourself, give the optimizer the data-parallel group, process_group=, and the "
+    "ranks with the other parts, Wire(model_parallel=), or each part is clipped by its own norm and replicas part"
+)
 _MODEL = "the engine changes the model, not the optimizer; change it yourself before the optimizer is constructed"
 _CHECKPOINT = "how DeepSpeed writes files; here fusedonebit.dcp.save and .load, or torch.save of state_dict()"
 _AVERAGE = "gradients are averaged in float32 here, which needs no scaling beforehand"
@@ -40,7 +43,8 @@ REASONS = {
     "expert_parallel": _PARALLEL,
     "sequence_parallel_size": _PARALLEL,
     "use_data_before_expert_parallelism": _PARALLEL,
-    "pipeline": "pipeline stages are the engine's; give each stage's optimizer its data-parallel group, process_group=",
+    "pipeline": "pipeline stages are the engine's; give each stage's optimizer its data-parallel group, process_group="
+    ", and the other stages, Wire(model_parallel=), or each stage is clipped by its own norm",
     "hybrid_engine": "DeepSpeed's engine for RLHF; there is no engine here",
     # the model
     "activation_checkpointing": "a matter of the model: torch.utils.checkpoint",
