@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import re
 import shutil
@@ -49,12 +51,64 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
+JUNK = (
+    "1e400",
+    "-1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "",
+    " ",
+    "x",
+    "1e-400",
+    "0x10",
+    "9" * 5000,
+    "9" * 29,
+    "1e999Gbps",
+)
+
+
+def numeric_options() -> dict[str, argparse.Action]:
+    """Those of all commands, by ``command option``."""
+    found = {}
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"fusedonebit.apps.{command}.command").add_arguments(parser)
+        found |= {f"{command} {action.option_strings[0]}": action for action in parser._actions if action.type}
+    return found
+
+
+@pytest.mark.parametrize("option", numeric_options())
+def test_a_number_that_makes_no_sense_is_one_clear_error(option):
+    """What is taken in spite of all is 0, where that means something."""
+    taken, refusals = [], []
+    for text in JUNK:
+        try:
+            taken.append(numeric_options()[option].type(text))
+        except argparse.ArgumentTypeError as error:
+            refusals.append(str(error))
+    assert all(re.match(r"must .*, got '", refusal) for refusal in refusals)
+    print(f"{option}: {len(JUNK)} texts that are no numbers, taken: {taken}")
+    assert taken == (
+        [0] if option in ("train --seed", "train --full-precision-every", "plan --full-precision-every") else []
+    )
+
+
+@pytest.mark.parametrize("flag", ["--workers", "--rates"])
+@pytest.mark.parametrize("text", [text for text in JUNK if len(text) < 100])
+def test_and_so_are_lists_of_them(flag, text, tmp_path, capsys):
+    told = refused(capsys, "lab", flag, f"1,{text}", "--out", str(tmp_path))
+    assert told.startswith(f"fusedonebit: {flag} must be "), told
+
+
 # ---------------------------------------------------------------- train
 
 
 def test_a_freeze_step_that_is_no_number_is_told_of_auto(capsys):
     told = refused(capsys, "train", "--freeze-step", "abc")
-    assert told.endswith("argument --freeze-step: must be a whole number >= 1 or auto, got 'abc'")
+    assert told.endswith("argument --freeze-step: must be a whole number of 1 to 1,000,000,000 or auto, got 'abc'")
 
 
 @pytest.mark.parametrize("names", ["onebit-adam", "onebit-lamb", "adamw,onebit-lamb-frozen"])
@@ -169,10 +223,10 @@ def test_something_is_said_before_torch_is_imported(asked):
 
 def test_no_table_needs_matplotlib(without, text, tmp_path, capsys):
     without("matplotlib")
-    assert main([*PLAN, "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Don't compress where a step computes for more than ")
-    assert out.endswith("a picture needs matplotlib: pip install matplotlib\n")
+    assert main(PLAN) == 0
+    assert capsys.readouterr().out.startswith("Don't compress where a step computes for more than ")
+    drawn = "fusedonebit: this command needs matplotlib: pip install matplotlib"
+    assert refused(capsys, *PLAN, "--out", str(tmp_path)) == drawn
     assert main(["train", *SMALL, "--steps", "4", "--text", text, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "held-out loss" in out
@@ -189,7 +243,7 @@ def test_the_labs_list_needs_nothing_but_torch(without, capsys):
 def test_what_is_missing_is_named_as_the_index_calls_it(without, tmp_path, capsys):
     without("matplotlib", "rich", "sklearn")
     rich = "fusedonebit: this command needs rich: pip install rich"
-    assert refused(capsys, *PLAN, "--out", str(tmp_path)) == rich
+    assert refused(capsys, *PLAN) == rich
     assert refused(capsys, "train", "--out", str(tmp_path)) == rich
     both = "fusedonebit: this command needs rich and scikit-learn: pip install rich scikit-learn"
     assert refused(capsys, "lab", "--out", str(tmp_path)) == both

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fusedonebit.apps.cli import main
@@ -36,9 +38,9 @@ GIVEN = {"--params": "340M", "--gpus": "256", "--gpus-per-node": "4", "--network
 ONE_NODE = {"network": None, "nvlink": None, "gpus_per_node": "8", "gpus": "8"}
 
 
-def plan(tmp_path, *more: str, **flags: str | None) -> int:
+def plan(*more: str, **flags: str | None) -> int:
     """Runs the command as given above, with other flags; None leaves one out."""
-    given = GIVEN | {"--out": str(tmp_path)} | {"--" + k.replace("_", "-"): v for k, v in flags.items()}
+    given = GIVEN | {"--" + k.replace("_", "-"): v for k, v in flags.items()}
     return main(
         ["plan", *(word for flag, value in given.items() if value is not None for word in (flag, value)), *more]
     )
@@ -50,20 +52,34 @@ def row(out: str, label: str) -> str:
     return " ".join(line.split(label)[1].split())
 
 
-def test_the_command_says_first_whether_to_compress_and_draws(tmp_path, capsys):
-    assert plan(tmp_path, step_ms="363") == 0
+def test_the_command_says_first_whether_to_compress_then_the_best_few_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert plan(step_ms="363") == 0
     out = capsys.readouterr().out
     first, rate, ours, rival, *_ = out.splitlines()
     assert first.startswith('Compress: Marsit, owner (topology="owner"), 499 ms a step, 5.86 times as fast as bf16')
     assert rate == "It stops paying above 5.651 GB/s (45.21 Gbit/s) a node"
     assert ours.startswith("For 1-bit Adam and 1-bit LAMB: 1-bit, bf16 inside (hierarchy_dtype=), 582 ms a step, 5.03 ")
     assert rival.startswith("Faster than all of ours: PowerSGD, rank 4 (powerSGD_hook), 364 ms a step")
+    methods = ("bf16 all-reduce", "PowerSGD, rank 4", "1-bit, bf16 inside", "0/1 Adam, 2 steps", "Marsit, owner")
+    rows = [line for line in out.splitlines() if re.search(r"\dx ", line)]
+    assert [line.strip().partition("  ")[0] for line in rows] == [*methods]
+    assert "16,384" not in out
+    assert "--all prints every method" in out.splitlines()[-1]
+    assert not any(tmp_path.iterdir())
+
+
+def test_every_method_and_other_numbers_of_gpus_are_asked_for_and_so_is_a_picture(tmp_path, capsys):
+    assert plan("--all", "--out", str(tmp_path), step_ms="363") == 0
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if re.search(r"\dx ", line)]) == 13
     assert "16,384" in out
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert out.splitlines()[-1] == f"picture: {tmp_path / 'plan.png'}"
 
 
-def test_a_row_has_bytes_messages_what_is_exposed_and_the_step(tmp_path, capsys):
-    plan(tmp_path, step_ms="363")
+def test_a_row_has_bytes_messages_what_is_exposed_and_the_step(capsys):
+    plan("--all", step_ms="363")
     out = capsys.readouterr().out
     assert row(out, "bf16 all-reduce") == "1.35 GB 2.81 s 2.56 s 2.93 s 1x bf16_compress_hook"
     assert row(out, "1-bit, overlapped") == "210 MB 418 ms 236 ms 599 ms 4.88x Wire(overlap=True)"
@@ -72,40 +88,40 @@ def test_a_row_has_bytes_messages_what_is_exposed_and_the_step(tmp_path, capsys)
         assert word in out
 
 
-def test_without_overlap_all_is_exposed_and_no_caveat_is_needed(tmp_path, capsys):
-    assert plan(tmp_path, "--no-overlap", step_ms="363") == 0
+def test_without_overlap_all_is_exposed_and_no_caveat_is_needed(capsys):
+    assert plan("--no-overlap", "--all", step_ms="363") == 0
     out = capsys.readouterr().out
     assert row(out, "bf16 all-reduce") == "1.35 GB 2.65 s 2.65 s 3.01 s 1x bf16_compress_hook"
     assert "best case" not in out
     assert "overlapped" not in out
 
 
-def test_rank_and_steps_of_the_others_are_asked_for(tmp_path, capsys):
-    assert plan(tmp_path, powersgd_rank="16", diloco_steps="500") == 0
+def test_rank_and_steps_of_the_others_are_asked_for(capsys):
+    assert plan("--all", powersgd_rank="16", diloco_steps="500") == 0
     out = capsys.readouterr().out
     assert row(out, "PowerSGD, rank 16").startswith("63.4 MB")
     assert row(out, "DiLoCo, H = 500").startswith("5.42 MB")
 
 
-def test_the_command_says_where_not_to_compress_and_what_would_have_to_differ(tmp_path, capsys):
-    assert plan(tmp_path, gpus="4", nvlink="300GB/s", step_ms="900") == 0
+def test_the_command_says_where_not_to_compress_and_what_would_have_to_differ(capsys):
+    assert plan(gpus="4", nvlink="300GB/s", step_ms="900") == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("Don't compress: bf16 all-reduce (bf16_compress_hook) takes 900 ms a step, and the fastest")
     assert second.startswith("It would pay below ")
     assert second.endswith(" a GPU")
 
 
-def test_a_network_that_no_message_crosses_is_told_first(tmp_path, capsys):
-    assert plan(tmp_path, gpus="8", nvlink=None, gpus_per_node=None) == 0
+def test_a_network_that_no_message_crosses_is_told_first(capsys):
+    assert plan(gpus="8", nvlink=None, gpus_per_node=None) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("--network is not what decides here: 8 GPUs are taken for one node (--gpus-per-node 8)")
     assert "pass --gpus-per-node 1" in first
-    assert plan(tmp_path, gpus="8", nvlink=None, gpus_per_node="1") == 0
+    assert plan(gpus="8", nvlink=None, gpus_per_node="1") == 0
     assert "--network is not" not in capsys.readouterr().out
 
 
-def test_one_node_without_nvlink_needs_no_network(tmp_path, capsys):
-    assert plan(tmp_path, **ONE_NODE, pcie="12GB/s", step_ms="100") == 0
+def test_one_node_without_nvlink_needs_no_network(capsys):
+    assert plan("--all", **ONE_NODE, pcie="12GB/s", step_ms="100") == 0
     out = capsys.readouterr().out
     assert "a GPU sends 12 GB/s (96 Gbit/s) within its node" in out
     assert "a node sends" not in out
@@ -115,22 +131,22 @@ def test_one_node_without_nvlink_needs_no_network(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("link", "hop"), [("nvlink", 3.4), ("pcie", 5.7)])
-def test_a_hop_over_pcie_takes_longer(tmp_path, capsys, link, hop):
-    assert plan(tmp_path, **ONE_NODE | {link: "1000GB/s"}, params="1") == 0
+def test_a_hop_over_pcie_takes_longer(capsys, link, hop):
+    assert plan("--all", **ONE_NODE | {link: "1000GB/s"}, params="1") == 0
     assert float(row(capsys.readouterr().out, "fp32 all-reduce").split()[2]) == pytest.approx(8.4 + 14 * hop, rel=0.01)
 
 
-def test_measured_steps_replace_the_network(tmp_path, capsys):
-    assert plan(tmp_path, **ONE_NODE, params="1.2B", calibrate="step_fp32=6.4,one_gpu=1.4") == 0
+def test_measured_steps_replace_the_network(capsys):
+    assert plan("--all", **ONE_NODE, params="1.2B", calibrate="step_fp32=6.4,one_gpu=1.4") == 0
     out = capsys.readouterr().out
     assert "a GPU sends 1.418 GB/s (11.35 Gbit/s) within its node; a step computes for 1.4 s" in out
     assert " 6.4 s " in row(out, "fp32 all-reduce")
-    assert plan(tmp_path, network=None, params="1.2B", calibrate="one_gpu=1.4, step_bf16=3.6") == 0
+    assert plan("--all", network=None, params="1.2B", calibrate="one_gpu=1.4, step_bf16=3.6") == 0
     assert " 3.6 s 1x " in row(capsys.readouterr().out, "bf16 all-reduce")
 
 
-def test_one_gpu_sends_nothing(tmp_path, capsys):
-    assert plan(tmp_path, **ONE_NODE | {"gpus": "1"}) == 0
+def test_one_gpu_sends_nothing(capsys):
+    assert plan(**ONE_NODE | {"gpus": "1"}) == 0
     assert capsys.readouterr().out.startswith("Don't compress: one GPU sends nothing")
 
 
@@ -138,6 +154,8 @@ def test_one_gpu_sends_nothing(tmp_path, capsys):
     ("flag", "value", "message"),
     [
         ("params", "many", "--params: must be a number of parameters >= 1, as 340M, 1.3B or 340000000, got 'many'"),
+        ("params", "1e400", "--params: must be a number of parameters >= 1, as 340M, 1.3B or 340000000, got '1e400'"),
+        ("network", "9" * 400 + "x1Gbps", "--network: must be a bandwidth > 0 with its unit"),
         ("params", "0", "--params: must be a number of parameters >= 1"),
         ("network", "100G", "--network: must be a bandwidth > 0 with its unit, in bits as 4.1Gbps"),
         ("network", "0Gbps", "got '0Gbps'"),
@@ -147,8 +165,8 @@ def test_one_gpu_sends_nothing(tmp_path, capsys):
         ("gpus", "254", "--gpus must be a multiple of --gpus-per-node 4, or at most that, got 254"),
         ("gpus", "-4", "--gpus: must be a whole number of 1 to 1,000,000, got '-4'"),
         ("gpus-per-node", "0", "--gpus-per-node: must be a whole number of 1 to 1,000,000, got '0'"),
-        ("step-ms", "nan", "--step-ms: must be a number of milliseconds > 0, got 'nan'"),
-        ("latency-us", "x", "--latency-us: must be a number of microseconds > 0, got 'x'"),
+        ("step-ms", "nan", "--step-ms: must be a number of milliseconds > 0 and at most 1,000,000,000, got 'nan'"),
+        ("latency-us", "x", "--latency-us: must be a number of microseconds > 0 and at most 1,000,000,000, got 'x'"),
         ("powersgd-rank", "0", "--powersgd-rank: must be a whole number of 1 to 1,000,000, got '0'"),
         ("diloco-steps", "1.5", "--diloco-steps: must be a whole number of 1 to 1,000,000, got '1.5'"),
         ("calibrate", "6.4", "--calibrate: must be seconds as one_gpu=1.4,step_fp32=6.4"),
@@ -161,8 +179,8 @@ def test_one_gpu_sends_nothing(tmp_path, capsys):
         ("out", "/dev/null/x", "--out /dev/null/x can't be written"),
     ],
 )
-def test_bad_input_is_named_and_exits_with_2(tmp_path, capsys, flag, value, message):
-    assert message in refusal(tmp_path, capsys, **{flag: value})
+def test_bad_input_is_named_and_exits_with_2(capsys, flag, value, message):
+    assert message in refusal(capsys, **{flag: value})
 
 
 @pytest.mark.parametrize(
@@ -174,13 +192,13 @@ def test_bad_input_is_named_and_exits_with_2(tmp_path, capsys, flag, value, mess
         ({"network": None, "nvlink": "100MB/s"}, "--calibrate: steps of fp32 6.4 s are shorter than any rate explains"),
     ],
 )
-def test_what_calibration_can_not_use_is_named(tmp_path, capsys, flags, message):
-    assert message in refusal(tmp_path, capsys, **flags, calibrate="one_gpu=1.4,step_fp32=6.4")
+def test_what_calibration_can_not_use_is_named(capsys, flags, message):
+    assert message in refusal(capsys, **flags, calibrate="one_gpu=1.4,step_fp32=6.4")
 
 
-def refusal(tmp_path, capsys, **flags: str | None) -> str:
+def refusal(capsys, **flags: str | None) -> str:
     try:
-        code = plan(tmp_path, **flags)
+        code = plan(**flags)
     except SystemExit as exit:
         code = exit.code
     assert code == 2

@@ -10,6 +10,9 @@ from importlib.util import find_spec
 PACKAGES = {"sklearn": "scikit-learn"}
 """Names on the package index, where modules are called otherwise."""
 
+LARGEST = 10**9
+"""Number that an argument may be, where nothing else is said."""
+
 
 class InputError(Exception):
     """Something the user gave can't be used; the text says it in one line."""
@@ -47,28 +50,31 @@ def listed(names: str | None) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in names.split(","))) if names else []
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
     """Make the type of an argument that is a whole number."""
-    expected, limit = (f">= {least}", math.inf) if most is None else (f"of {least} to {most:,}", most)
 
     def parse(text: str) -> int:
-        if not text.strip().removeprefix("-").isdecimal() or not least <= int(text) <= limit:
-            raise argparse.ArgumentTypeError(f"must be a whole number {expected}, got {text!r}")
-        return int(text)
+        digits = text.strip()
+        # Longer ones are too large anyhow, and Python refuses to read very long ones in words of its own.
+        value = int(digits) if digits.removeprefix("-").isdecimal() and len(digits) < 30 else None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number of {least} to {most:,}, got {text!r}")
+        return value
 
     return parse
 
 
 def positive(unit: str = "") -> Callable[[str], float]:
-    """Make the type of an argument that is a finite number > 0, of a unit."""
+    """Make the type of an argument that is a number > 0, of a unit."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number {f'of {unit} ' if unit else ''}> 0, got {text!r}")
+        if not 0 < value <= LARGEST:
+            of = f"of {unit} " if unit else ""
+            raise argparse.ArgumentTypeError(f"must be a number {of}> 0 and at most {LARGEST:,}, got {text!r}")
         return value
 
     return parse

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import InputError, missing, need, positive, whole
+from ..arguments import InputError, need, positive, whole
 from .calibrate import calibrate, parse_timed
 from .costs import methods
 from .network import NETWORK_HOP, NVLINK_HOP, PCIE_HOP, TYPICAL, Network
@@ -80,16 +80,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="rounds of marsit of which one is of full precision; 0: none",
     )
-    add("--out", default="runs/plan", metavar="DIR", help="for plan.png")
+    add("--all", action="store_true", help="print every method, and what each takes on other numbers of GPUs")
+    add("--out", metavar="DIR", help="draw a picture as well: DIR/plan.png; without this nothing is written")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables; draw the picture where matplotlib is.
+    """Print the answer, and the tables below; draw the picture where one is asked for.
 
     Raises:
         InputError: if what was asked makes no sense together.
     """
-    need("rich")
+    need("rich", *(["matplotlib"] if arguments.out is not None else []))
     from rich.console import Console
 
     from .tables import show
@@ -98,10 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     told_links = arguments.nvlink or arguments.pcie
     if arguments.network and not told_links and 1 < arguments.gpus <= arguments.gpus_per_node:
         console.print(ONE_NODE.format(arguments.gpus, arguments.gpus_per_node), soft_wrap=True)
-    show(plan, console)  # before the picture, which takes seconds
-    absent = missing("matplotlib")
-    picture = f"a picture needs {absent}" if absent else f"picture: {_draw(plan, Path(arguments.out))}"
-    console.print(picture, soft_wrap=True)
+    show(plan, console, arguments.all)  # before the picture, which takes seconds
+    if arguments.out is not None:
+        console.print(f"picture: {_draw(plan, Path(arguments.out))}", soft_wrap=True)
     return 0
 
 

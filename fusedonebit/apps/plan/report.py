@@ -79,6 +79,11 @@ class Plan:
         found = {name: of for name, of in self.steps().items() if self.methods[name].family in families}
         return min(found, key=lambda name: found[name].seconds)
 
+    def best_of_each(self) -> set[str]:
+        """Name the fastest method of each family, and what all are measured by."""
+        families = {method.family for name, method in self.methods.items() if name in self.steps()}
+        return {BASELINE, *(self.best([family]) for family in families)}
+
     def speedup(self, name: str | None = None) -> float:
         """Return how many times as fast as bfloat16 a method's step is, or our best one's."""
         steps = self.steps()

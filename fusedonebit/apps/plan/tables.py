@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
@@ -26,8 +26,11 @@ QUALITY = (
 )
 
 
-def methods_table(plan: Plan) -> Table:
-    """Every method for the configuration asked about; the best of ours is marked."""
+MORE = "--all prints every method, also on other numbers of GPUs; --out DIR draws them"
+
+
+def methods_table(plan: Plan, names: Collection[str]) -> Table:
+    """Some methods for the configuration asked about; the best of ours is marked."""
     known = plan.compute is not None
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("a step", no_wrap=True)
@@ -37,7 +40,7 @@ def methods_table(plan: Plan) -> Table:
     table.add_column("write")
     steps, best = plan.steps(), plan.best()
     for name, method in plan.methods.items():
-        if name not in steps:
+        if name not in names:
             continue
         of = steps[name]
         cells = [size(of.sent), duration(of.messages)]
@@ -66,21 +69,26 @@ def scale_table(plan: Plan, columns: Sequence[int]) -> Table:
     return table
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the answer, and the tables."""
+def show(plan: Plan, console: Console, everything: bool = False) -> None:
+    """Print the answer, and below it the best method of each family; or ``everything``."""
     for line in plan.advice():
         console.print(line, soft_wrap=True)
     console.print(f"\n{_asked(plan)}", soft_wrap=True)
     if plan.gpus == 1:
         return
-    console.print(methods_table(plan))
+    shown = plan.steps().keys() if everything else plan.best_of_each()
+    console.print(methods_table(plan, shown))
     if plan.overlap and plan.compute is not None:
         console.print(CAVEAT, soft_wrap=True)
-    width = transformer_width(plan.parameters)
-    console.print(
-        f"PowerSGD's bytes are those of a transformer's matrices of {width:,.0f} x {width:,.0f}", soft_wrap=True
-    )
+    if any(name.startswith("powersgd") for name in shown):
+        width = transformer_width(plan.parameters)
+        console.print(
+            f"PowerSGD's bytes are those of a transformer's matrices of {width:,.0f} x {width:,.0f}", soft_wrap=True
+        )
     console.print(ZERO_ONE, QUALITY, sep="\n", soft_wrap=True)
+    if not everything:
+        console.print(MORE, soft_wrap=True)
+        return
     counts = plan.scale()
     columns = sorted({*counts[:: -(-len(counts) // 4)], plan.gpus, counts[-1]})  # as many as 80 letters hold
     what = "A step" if plan.compute is not None else "A step's messages"

@@ -19,10 +19,10 @@ def parse_count(text: str) -> int:
         ArgumentTypeError: for anything else.
     """
     found = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    number = round(float(found[1]) * 1000 ** _POWERS[found[2].lower()]) if found else 0
-    if not 1 <= number < 10**18:
+    number = float(found[1]) * 1000 ** _POWERS[found[2].lower()] if found else 0.0
+    if not 1 <= number < 1e18:
         raise ArgumentTypeError(f"must be a number of parameters >= 1, as 340M, 1.3B or 340000000, got {text!r}")
-    return number
+    return round(number)
 
 
 def parse_bandwidth(text: str) -> float:
@@ -35,7 +35,7 @@ def parse_bandwidth(text: str) -> float:
     rate = 0.0
     if found:
         links, number, prefix, binary, bits, _ = found.groups()
-        rate = int(links or 1) * float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()]
+        rate = float(links or 1) * float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()]
         rate = rate / 8 if bits else rate
     if not 0 < rate < 1e18:
         raise ArgumentTypeError(

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "those that Marsit is measured against: psgd, signsgd, ef-signsgd, ssdm, cascading",
     )
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
-    add("--nproc", type=count, default=1, help="processes to start (not with torchrun)")
+    add("--nproc", type=whole(1, 1024), default=1, help="processes to start (not with torchrun)")
     help_device = "where to train; auto: CUDA where there is a GPU"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=help_device)
     help_ddp = "wrap the model in DistributedDataParallel, attached: as in a loop that has it already"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=count, default=64, help="bytes per sequence")
     help_lr = "peak learning rate; rises over 5%% of the steps, then falls (default: 3e-3, LAMB 2e-2, Lion 1e-3)"
     add("--lr", type=positive(), default=None, help=help_lr)
-    add("--seed", type=whole(0), default=0, help="of the initial values and the batches")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the initial values and the batches")
     add("--out", default="runs/train", metavar="DIR", help="for metrics.jsonl, pictures and checkpoints")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--eval-every", type=count, default=50, help="steps between held-out losses")
@@ -123,5 +123,5 @@ def _check_model(name: str) -> None:
 def _freeze_step(text: str) -> int | str:
     try:
         return text if text == "auto" else whole(1)(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1 or auto, got {text!r}") from None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(str(error).replace(", got", " or auto, got")) from None
