@@ -12,7 +12,6 @@ import ctypes
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,8 +58,8 @@ def has_threads() -> bool:
     return bool(_openmp())
 
 
-def shared_library() -> Path:
-    """Returns the path of the C kernels, built if need be; raises as ``build.shared_library``."""
+def shared_library() -> bytes:
+    """Returns the C kernels as a shared library, built if need be; raises as ``build.shared_library``."""
     printed = {"generated.h": header(_parameters), "on_threads.c": on_threads(_parameters)}
     return build.shared_library([f"{name}_on_threads" for name in _parameters], printed | _printed)
 
@@ -68,7 +67,7 @@ def shared_library() -> Path:
 @cache
 def _library() -> tuple[Mapping[str, Kernel] | None, str]:
     try:
-        loaded = ctypes.CDLL(str(shared_library()))
+        loaded = build.load(shared_library())
         if _openmp():
             loaded.use_threads(*_openmp())
         return {name: Kernel(loaded, name, parameters) for name, parameters in _parameters.items()}, ""

@@ -2,13 +2,15 @@
 
 As in ccache, a library is kept under a hash of everything that may change it or decide whether it loads: sources,
 flags, the compiler and its arguments, the variables that compilers and loaders read, and the processor. What others
-may have put into the cache is never used: no link is followed, and only what this user owns, and nobody else may
-write, is opened. Every failure is an ``UnavailableError``, and nothing waits without a limit.
+may have put into the cache is never used: a file counts if it is this user's, nobody else may write to it, and it ends
+with the hash of its name and contents. What is loaded is a copy of the bytes that were checked. Every failure is an
+``UnavailableError`` or an OSError, and nothing waits without a limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import platform
@@ -19,7 +21,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -30,13 +32,14 @@ FLAGS = ("-O3", "-march=native", "-std=c11", "-fopenmp-simd", *EXACT)
 SOURCES = ("advance.c", "scaling.c", "compress.c", "wire.c", "update.c", "marsit.c", "zero_one.c", "squares.c")
 HERE = Path(__file__).parent
 
-ANSWER_SECONDS, BUILD_SECONDS, LOCK_SECONDS = 20.0, 120.0, 120.0
-"""How long the compiler may take to tell its version, and to build; and another process that builds."""
+ANSWER_SECONDS, BUILD_SECONDS = 20.0, 120.0
+"""How long the compiler may take to tell its version, and to build."""
 
 _VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX", "CCC_OVERRIDE_OPTIONS"),
     *("SDKROOT", "MACOSX_DEPLOYMENT_TARGET", "LD_PRELOAD", "LD_LIBRARY_PATH", "ASAN_OPTIONS"),
 )
+_LARGEST, _DIGEST = 1 << 26, hashlib.sha256().digest_size  # in bytes: of a file that is read; of the hash at its end
 _NO_END = "it did not end within"
 _TRIAL = """
 import ctypes, sys
@@ -45,6 +48,7 @@ for name in sys.argv[2:]:
     getattr(loaded, name)
 """
 """Loads a library in a process of its own, which a sanitizer's runtime, for one, may end."""
+_loaded = contextlib.ExitStack()
 
 
 class UnavailableError(Exception):
@@ -58,10 +62,8 @@ def compiler() -> str:
     return given or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
-def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> Path:
-    """Returns the shared library with these functions, from the cache or newly built of sources and ``printed`` files.
-
-    Its file's name ends with its own hash, so that nobody ever loads half of one, or a damaged one.
+def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> bytes:
+    """Returns the shared library with these functions, as it was kept or newly built of sources and ``printed`` files.
 
     Raises:
         UnavailableError, OSError: where there is none.
@@ -69,29 +71,61 @@ def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> Path:
     if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
         raise UnavailableError(f"they are for POSIX on x86-64 and AArch64, not {os.name} on {platform.machine()}")
     command = _command()
-    name = f"kernels-{_fingerprint(command, printed)}"
-    refused = []
-    for folder in _candidates():
-        try:
-            _make_own(folder)
-            if kept := _kept(folder, name):
-                return kept
-            with _locked(folder / "lock"):
-                return _kept(folder, name) or _build(folder, name, command, names, printed)
-        except OSError as error:
-            refused.append(f"{folder} ({error.strerror or error})")
-    raise UnavailableError(f"no folder can keep them: {', '.join(refused)}")
+    path = _folder() / f"kernels-{_fingerprint(command, printed)}"
+    library = b""
+    try:
+        _make_own(path.parent)
+        library = _kept(path)
+        if not library:  # other processes may build the same meanwhile, which does no harm
+            library = _build(command, names, printed)
+            _keep(path, library)
+    except OSError as error:
+        library = library or _build(command, names, printed)
+        warnings.warn(
+            f"the C kernels can't be kept in {path.parent} ({error.strerror or error}), so that each process builds "
+            "them; XDG_CACHE_HOME names another place for this folder",
+            stacklevel=2,
+        )
+    return library
 
 
-def _build(folder: Path, name: str, command: Sequence[str], names: Sequence[str], printed: Mapping[str, str]) -> Path:
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+def load(library: bytes) -> ctypes.CDLL:
+    """Loads a shared library from a copy in memory: whoever truncates a file ends the processes that run it."""
+    path, _ = _loaded.enter_context(_copied(library))
+    return ctypes.CDLL(path)
+
+
+@contextmanager
+def _copied(library: bytes) -> Iterator[tuple[str, int]]:
+    """Gives the path and the descriptor of a copy in memory, or else of a temporary file that only this user reads.
+
+    What is loaded must stay open, because the loader takes equal paths for the same library.
+    """
+    memory = _memory()
+    with open(memory, "wb") if memory >= 0 else tempfile.NamedTemporaryFile(suffix=".so") as copy:
+        copy.write(library)
+        copy.flush()
+        yield f"/proc/self/fd/{memory}" if memory >= 0 else str(copy.name), copy.fileno()
+
+
+def _memory() -> int:
+    """Returns the descriptor of an empty file in memory; -1 on other systems than Linux, and where it is forbidden."""
+    try:
+        return os.memfd_create("kernels") if os.path.exists("/proc/self/fd") else -1
+    except (AttributeError, OSError):
+        return -1
+
+
+def _build(command: Sequence[str], names: Sequence[str], printed: Mapping[str, str]) -> bytes:
+    with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "kernels.so"
         for file, text in printed.items():
             (Path(scratch) / file).write_text(text)
         sources = [*map(HERE.joinpath, SOURCES), *Path(scratch).glob("*.c")]
         _compile([*command, "-I", scratch, "-I", str(HERE)], sources, made)
-        _try(made, names)
-        return made.replace(folder / f"{name}-{_digest(made)}.so")
+        library = made.read_bytes()
+    _try(library, names)
+    return library
 
 
 # ---------------------------------------------------------------- the compiler
@@ -118,8 +152,9 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> N
         raise UnavailableError(f"{compiler()} could not build them: it wrote nothing")
 
 
-def _try(made: Path, names: Sequence[str]) -> None:
-    failed, told = _run([sys.executable, "-I", "-S", "-c", _TRIAL, str(made), *names], BUILD_SECONDS)
+def _try(library: bytes, names: Sequence[str]) -> None:
+    with _copied(library) as (path, file):
+        failed, told = _run([sys.executable, "-I", "-S", "-c", _TRIAL, path, *names], BUILD_SECONDS, file)
     if failed:
         raise UnavailableError(f"what {compiler()} built does not load: {_wrong(told) or failed}")
 
@@ -130,7 +165,7 @@ def _wrong(told: str) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
 
 
-def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
+def _run(command: Sequence[str], seconds: float, *inherited: int) -> tuple[str, str]:
     """Runs a program that may hang; returns how it failed, "" if it has not, and what it wrote.
 
     When the time is over it ends together with all that it has started, which a shell script's children outlive.
@@ -143,6 +178,7 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, str]:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=inherited,
                 env=os.environ | {"LC_ALL": "C"},  # in whatever language its user reads
             )
         except OSError as error:
@@ -201,21 +237,19 @@ def _processor() -> Iterable[str]:
 # ---------------------------------------------------------------- where they are kept
 
 
-def _candidates() -> Iterator[Path]:
-    """Returns the user's cache, and one of this user's own among the temporary files."""
-    cache, home = Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.environ.get("HOME", ""))
-    if cache.is_absolute():
-        yield cache / "fusedonebit"
-    elif home.is_absolute() and home.is_dir():
-        yield home / ".cache" / "fusedonebit"
-    with contextlib.suppress(OSError):  # not even temporary files can be written
-        yield Path(tempfile.gettempdir()) / f"fusedonebit-{os.getuid()}"
+def _folder() -> Path:
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path(os.environ.get("HOME", "")) / ".cache") / "fusedonebit"
 
 
 def _make_own(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Makes the folder, if need be, for this user alone, whatever the umask; raises OSError if it can't be trusted."""
+    if not folder.is_absolute():
+        raise FileNotFoundError("HOME names no folder")
+    for made in (folder.parent, folder):
+        made.mkdir(mode=0o700, exist_ok=True)
     if not _is_mine(folder.lstat(), stat.S_ISDIR):
-        raise PermissionError("it is a link, or others may write to it")
+        raise PermissionError("it is a link or another user's, or others may write to it")
 
 
 def _is_mine(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
@@ -223,50 +257,31 @@ def _is_mine(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
     return kind(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _kept(folder: Path, name: str) -> Path | None:
-    """Returns the library of this name, if it is whole; what is not is removed."""
-    for found in folder.glob(f"{name}-*.so"):
-        if found.stem == f"{name}-{_digest(found)}":
-            return found
-        with contextlib.suppress(OSError):
-            found.unlink()
-    return None
-
-
-def _digest(path: Path) -> str:
-    """Hashes the contents of a file that is this user's own; empty for anything else."""
+def _kept(path: Path) -> bytes:
+    """Returns the library of this name, if it is whole and nobody else can have put it there; else nothing."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
     except OSError:
-        return ""
-    with open(file, "rb") as content:
-        mine = _is_mine(os.fstat(file), stat.S_ISREG)
-        return hashlib.sha256(content.read()).hexdigest()[:16] if mine else ""
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lets one process build; others of the machine wait for it, but not for ever.
-
-    Without the lock two processes build the same, which only takes longer.
-    """
-    import fcntl
-
+        return b""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        yield
-        return
-    try:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:  # a file system without locks
-                break
-        yield
+        content = os.read(file, _LARGEST) if _is_mine(os.fstat(file), stat.S_ISREG) else b""
     finally:
         os.close(file)
+    library = content[:-_DIGEST]
+    return library if content == _with_hash(path.name, library) else b""
+
+
+def _keep(path: Path, library: bytes) -> None:
+    """Writes a file that has its name only when it is complete."""
+    file, unfinished = tempfile.mkstemp(dir=path.parent)  # for this user alone, whatever the umask
+    try:
+        with open(file, "wb") as kept:
+            kept.write(_with_hash(path.name, library))
+        os.replace(unfinished, path)
+    except OSError:
+        os.unlink(unfinished)
+        raise
+
+
+def _with_hash(name: str, library: bytes) -> bytes:
+    return library + hashlib.sha256(name.encode() + library).digest()
