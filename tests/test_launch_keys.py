@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from whole_steps import ADAM, BASES, SGD, Run, keys_of_all, take
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import pack
+from fusedonebit.triton_kernels.jit import Deferred
 from fusedonebit.triton_kernels.op import OPS
 
 ROOT = Path(__file__).parent.parent
@@ -181,6 +185,16 @@ def test_whole_steps_launch_all_ops_in_all_phases(all_keys):
 
 
 # ---------------------------------------------------------------- compiled
+
+
+def test_no_function_for_triton_returns_none_by_name():
+    for module in vars(ops).values():
+        for name, deferred in vars(module).items() if inspect.ismodule(module) else ():
+            if isinstance(deferred, Deferred):
+                (written,) = ast.parse(dedent(inspect.getsource(deferred.function))).body
+                returned = [node.value for node in ast.walk(written) if isinstance(node, ast.Return)]
+                constants = [value.value for value in returned if isinstance(value, ast.Constant)]
+                assert None not in constants, f"{name}: the oldest Triton that is claimed does not compile it"
 
 
 @pytest.mark.long

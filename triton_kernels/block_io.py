@@ -2,6 +2,8 @@
 
 A block is laid out as [BLOCK_SIZE / 8, 8]: a row is the eight elements of one byte of bits, so that packing is a sum
 along a row. Row 0 of the table of active masks is all ones, row 1 all zeros (``tables``).
+
+What is not there is returned by a bare ``return``: Triton 3.6 does not compile ``return None``.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ def only_active(x, mask, row):
 def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
     """Returns what ``bit_rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
     if rounding is None:
-        return None
+        return  # noqa: RET502
     else:
         first = b * BLOCK_SIZE
         lower = rounding.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
@@ -177,7 +179,7 @@ def carried(x, carry, dtype: tl.constexpr):
 def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
     """16 random bits for each element's moments, of the updates done; ``drawn`` points at them, or is None."""
     if drawn is None:
-        return None
+        return  # noqa: RET502
     else:
         half = BLOCK_SIZE // 2
         words = random_words(drawn, b, i % half, BLOCK_SIZE)
@@ -188,7 +190,7 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
 def row_of(octaves, stride, row: tl.constexpr):
     """A row of ``octaves``; None where there are none."""
     if octaves is None:
-        return None
+        return  # noqa: RET502
     else:
         return octaves + row * stride
 
