@@ -172,15 +172,15 @@ def advance_kernel(
     inside = t < tensors
     group = tl.load(group_of + t, mask=inside, other=0).to(tl.int64)
     row = groups + group * GROUP_COLUMNS
-    if moved is not None:
-        ended = coef + t * COLUMNS
-        far = tl.load(ended + STEP_SIZE, mask=inside, other=0.0)
-        _add_up(moved, moved_stride, t, inside, far, tl.load(ended + DECAY, mask=inside, other=1.0), BEGINS)
-        tl.debug_barrier()  # all warps have read what is about to be written
     done = tl.load(steps + t, mask=inside, other=0.0)
     made = done
     if entered is not None:
         made = tl.load(entered + t, mask=inside, other=0.0)
+    if moved is not None:
+        ended = coef + t * COLUMNS
+        far = tl.load(ended + STEP_SIZE, mask=inside, other=0.0)
+        _add_up(moved, moved_stride, t, inside, far, tl.load(ended + DECAY, mask=inside, other=1.0), BEGINS)
+    tl.debug_barrier()  # all warps, which share lanes, have read what is about to be written
     if flags is not None:
         seen = tl.load(flags)
         counted = inside & (seen == 0)

@@ -14,6 +14,8 @@ To add an op, write in one file:
    - one of ``STANDARD`` (``block_start``, ``blocks_per_chunk``, ...), or of the op's own ``derive``, which maps a name
      to its type and to a function whose arguments are bound in the same way. ``programs`` is the grid, by default
      ``blocks``; ``num_warps`` is Triton's;
+   - a float arrives in float32, as Python's times a float32 tensor counts in torch; where the eager function computes
+     in float64 with it, the kernel's argument is annotated with ``tl.float64``;
 3. the eager op, which specifies it: ``@op(name_kernel, writes=(...))`` on a function with the annotations below;
 4. if CPUs need it fast, ``KERNEL(name) {...}`` in one of ``native``'s C files: its arguments are those of the Triton
    kernel, printed from this declaration (``native.generate``), behind the range of programs;
@@ -28,6 +30,7 @@ imports Dynamo at its first call (over a second) and costs four times as much at
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +45,7 @@ from torch.autograd import _profiler_enabled
 
 from . import native
 from .backends import chosen
-from .jit import Deferred
+from .jit import Deferred, interpreting
 from .layout import BLOCK_SIZES
 from .native.generate import Parameter, Spec
 from .tables import BlockTables, Listed, Pattern, block_tables, pointer_table
@@ -182,7 +185,9 @@ class Op:
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
         self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        names = list(inspect.signature(kernel.function).parameters)
+        declared = inspect.signature(kernel.function).parameters
+        self._wide = {name for name, p in declared.items() if p.annotation == "tl.float64"}
+        names = list(declared)
         self.parameters = [self._parameter(name) for name in names]
         self._launched = [self._key(name) for name in (*names, "device", "programs", "num_warps")]
         self._prepare_plans(names)
@@ -267,7 +272,8 @@ class Op:
         if name.removesuffix("_table") in self._lists:
             return Parameter(name, "*i64")
         if argument is not None:
-            return Parameter(name, "fp32" if argument.schema == "float" else "i32")
+            number = "fp64" if name in self._wide else "fp32"
+            return Parameter(name, number if argument.schema == "float" else "i32")
         derived = {**STANDARD, **self._derive}.get(name)
         if derived is not None:
             return Parameter(name, derived[0])
@@ -341,6 +347,8 @@ class Op:
             start = partial(kernel.start, programs)
             start(*addresses)
         else:
+            if interpreting():  # its interpreter takes what its launcher would narrow
+                given = [_narrowed(value, p.kind) for value, p in zip(given, self.parameters, strict=True)]
             # A fused multiply-add would round once where rules round twice.
             compiled = self.kernel.triton[(programs,)](*given, num_warps=num_warps, enable_fp_fusion=False)
             start = None if compiled is None else compiled[(programs, 1, 1)]  # None of Triton's interpreter
@@ -380,6 +388,11 @@ class Op:
 def _specialised(number: float) -> tuple[Any, ...]:
     """Return what Triton's launcher compiles for, of a number."""
     return type(number), number == 1, number % 16 == 0, -(2**31) <= number < 2**31
+
+
+def _narrowed(value: Any, kind: str) -> Any:
+    """Return an argument as a kernel gets it."""
+    return ctypes.c_float(value).value if kind == "fp32" else value
 
 
 def _stride(tensor: Tensor | None) -> int:

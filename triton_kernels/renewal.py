@@ -70,8 +70,8 @@ def _sum_of_blocks(sums, row: tl.constexpr, sums_stride, begin, end, blocks_per_
 
 @jit()
 def renew_levels_kernel(
-    sums, sums_stride, first_block, coef, steps, flags, absent, floor, levels, levels_stride, mean_sq, entered, woken,
-    factors, factors_stride, blocks_per_chunk,
+    sums, sums_stride, first_block, coef, steps, flags, absent, floor: tl.float64, levels, levels_stride, mean_sq,
+    entered, woken, factors, factors_stride, blocks_per_chunk,
 ):  # fmt: skip
     """Grid: tensors. Bytes per block: 12."""
     t = tl.program_id(0).to(tl.int64)
@@ -83,6 +83,9 @@ def renew_levels_kernel(
     weight = tl.load(levels + WEIGHT * levels_stride + t).to(tl.float64)
     done = tl.load(steps + t)
     last = tl.load(levels + FOLLOWED * levels_stride + t)
+    held = tl.load(levels + HELD * levels_stride + t)
+    last_mean = tl.load(mean_sq + t)
+    tl.debug_barrier()  # all warps have read what the first is about to write
     since = done - last.to(tl.float64)
     beta2 = tl.load(coef + t * COLUMNS + BETA2).to(tl.float64)
     taken = ((tl.load(flags) & ~VETO) == 0) & (tl.abs(square) <= LARGEST)
@@ -91,7 +94,6 @@ def renew_levels_kernel(
     one = tl.zeros([1], tl.float64)  # ``power`` takes lanes
     kept = tl.sum(power(one + beta2, one + tl.where(since > 1.0, since, 1.0)))
     new_level, new_weight = followed_level(level, weight, kept, square)
-    held = tl.load(levels + HELD * levels_stride + t)
     taken = taken & (idle(square, new_level, held.to(tl.float64)) == 0)
     tl.store(levels + HELD * levels_stride + t, tl.where(taken & (square > 0), new_level.to(tl.float32), held))
     level = tl.where(taken, new_level, level).to(tl.float32)
@@ -105,7 +107,6 @@ def renew_levels_kernel(
     tl.store(factors + USUAL * factors_stride + t, usual.to(tl.float32))
     tl.store(factors + LEAST * factors_stride + t, least.to(tl.float32))
     lives = usual.to(tl.float32) > 0.0
-    last_mean = tl.load(mean_sq + t)
     tl.atomic_add(woken, 1, mask=lives & (last_mean == 0.0))
     tl.store(entered + t, INFINITY, mask=lives)
     mean = tl.where(lives, usual.to(tl.float32).to(tl.float64), last_mean)

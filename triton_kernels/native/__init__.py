@@ -132,7 +132,8 @@ class Kernel:
 
 
 def _kind(kind: str) -> Any:
-    return ctypes.c_void_p if kind.startswith("*") else ctypes.c_float if kind == "fp32" else ctypes.c_int64
+    numbers = {"fp32": ctypes.c_float, "fp64": ctypes.c_double}
+    return ctypes.c_void_p if kind.startswith("*") else numbers.get(kind, ctypes.c_int64)
 
 
 def _check_tensor(parameter: Parameter, spec: Spec, tensor: Tensor, least: int) -> None:

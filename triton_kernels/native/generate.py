@@ -26,6 +26,7 @@ _TYPES = {
     torch.int64: ("*i64", "int64_t"),
 }
 """Of pointers in Triton's signatures, and of what they point at in C."""
+_NUMBERS = {"fp32": "float", "fp64": "double"}
 
 
 class Spec(NamedTuple):
@@ -67,7 +68,7 @@ class Parameter(NamedTuple):
             return f"{'' if self.written else 'const '}void *{self.name}, int64_t {self.name}_kind"
         if self.kind.startswith("*"):
             return f"{'' if self.written else 'const '}{dict(_TYPES.values())[self.kind]} *{self.name}"
-        return f"{'float' if self.kind == 'fp32' else 'int64_t'} {self.name}"
+        return f"{_NUMBERS.get(self.kind, 'int64_t')} {self.name}"
 
 
 def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
