@@ -5,7 +5,7 @@ Torch's own writer and reader do the work, and torch alone can read such a folde
 - Each entry of the metadata has the CRC-32 of its bytes as they lie in the file: of each rank's own piece, so that
   whoever reads a piece, on however many ranks, can check it first.
 - ``.metadata`` ends with the CRC-32 of all before it, behind the end of the pickle, where unpickling does not look.
-- Unpickling the metadata makes nothing but what torch's metadata consists of, and objects are read with
+- ``.metadata`` is read as data (``metadata.read``), of files none but the folder's own are, and objects with
   ``weights_only=True``; torch itself would run whatever a folder tells it to.
 
 A folder without checksums, of torch alone or of an earlier version, is read unchecked.
@@ -25,25 +25,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 from ..errors import CheckpointError
+from . import metadata
 
 _SEAL = re.compile(rb"\nfusedonebit crc32 ([0-9a-f]{8})\n")
 _SEAL_BYTES = len("\nfusedonebit crc32 01234567\n")
 _PIECE = 1 << 24  # bytes read at once
-_HARMLESS = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # a look-up by name
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-    ("collections", "OrderedDict"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
-}
+_LARGEST = 1 << 30  # bytes of metadata: millions of pieces
 
 
 @contextmanager
@@ -95,7 +87,8 @@ class CheckedReader(torch_dcp.FileSystemReader):
 
     Args:
         checkpoint_id: The folder.
-        weights_only: Whether to refuse metadata in which there is anything but metadata.
+        weights_only: Whether to refuse metadata in which there is anything but metadata, and files that are not the
+            folder's own.
 
     Attributes:
         metadata_crc32: Of the bytes of ``.metadata``, once they have been read.
@@ -104,8 +97,10 @@ class CheckedReader(torch_dcp.FileSystemReader):
     def __init__(self, checkpoint_id: str | os.PathLike[str], weights_only: bool = True) -> None:
         super().__init__(checkpoint_id)
         _open_url(self, checkpoint_id)
+        if weights_only and type(self.fs) is FileSystem:
+            self.fs = _OwnFiles(self.path)
         self._weights_only = weights_only
-        self._metadata: metadata.Metadata | None = None
+        self._metadata: Metadata | None = None
         self.metadata_crc32 = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -114,7 +109,7 @@ class CheckedReader(torch_dcp.FileSystemReader):
         self._metadata = None
 
     @_as_checkpoint_error()
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See ``StorageReader``; read once, so that what was agreed on is what is loaded."""
         if self._metadata is not None:
             return self._metadata
@@ -122,18 +117,20 @@ class CheckedReader(torch_dcp.FileSystemReader):
         if not self.fs.exists(path):
             raise CheckpointError(f"{self.path} must be the folder of a complete checkpoint, but it {self._lacks()}")
         with self.fs.create_stream(path, "rb") as file:
+            if (size := file.seek(0, os.SEEK_END)) > _LARGEST:
+                raise CheckpointError(f".metadata must have at most {_LARGEST} bytes, but has {size}")
+            file.seek(0)
             data = file.read()
         body, seal = data[:-_SEAL_BYTES], _SEAL.fullmatch(data[-_SEAL_BYTES:])
-        if seal is not None and int(seal[1], 16) != zlib.crc32(body):
+        if seal is None:
+            body = data
+        elif int(seal[1], 16) != zlib.crc32(body):
             raise CheckpointError(
                 ".metadata is damaged: its checksum is not that of its bytes; load another checkpoint"
             )
-        stream = io.BytesIO(data)
-        found: metadata.Metadata = (_Unpickler if self._weights_only else pickle.Unpickler)(stream).load()
-        if seal is None and stream.read():
-            raise CheckpointError(".metadata is damaged: there is something behind its end; load another checkpoint")
-        self._metadata, self.metadata_crc32 = found, zlib.crc32(data)
-        return found
+        self._metadata = metadata.read(body) if self._weights_only else _unpickled(body)
+        self.metadata_crc32 = zlib.crc32(data)
+        return self._metadata
 
     def _lacks(self) -> str:
         """Return why there is no ``.metadata`` to read."""
@@ -148,9 +145,8 @@ class CheckedReader(torch_dcp.FileSystemReader):
         """See ``StorageReader``."""
         wanted = {item.storage_index: None for item in plan.items}  # each once, in order
         entries = {index: self.storage_data[index] for index in wanted}
-        known = {index: entry for index, entry in entries.items() if hasattr(entry, "crc32")}
-        for (index, entry), crc32 in zip(known.items(), _checksums(self, known.values()), strict=True):
-            if crc32 != entry.crc32:
+        for (index, entry), crc32 in zip(entries.items(), _checksums(self, entries.values()), strict=True):
+            if crc32 != getattr(entry, "crc32", crc32):
                 where = "" if not index.offset else f", the piece at {tuple(index.offset)},"
                 raise CheckpointError(
                     f"{index.fqn}{where} in {entry.relative_path} is damaged: its checksum is {crc32:08x}, that of "
@@ -177,18 +173,22 @@ class PlainValues(torch_dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, again)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes what torch's metadata consists of, and refuses all else."""
+class _OwnFiles(FileSystem):
+    """Opens regular files of one folder, and whatever a checkpoint names, no device, no pipe and no file elsewhere."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _HARMLESS:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise CheckpointError(
-            f".metadata asks for {module}.{name}, which is no part of metadata, and making it could run code; if you "
-            "trust the checkpoint, pass weights_only=False"
-        )
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        real = Path(path).resolve()
+        if not real.is_relative_to(Path(self._folder).resolve()) or (real.exists() and not real.is_file()):
+            raise CheckpointError(
+                f"{path} must be a regular file of {self._folder}, which {real} is not; if you trust the checkpoint, "
+                "pass weights_only=False"
+            )
+        with real.open(mode) as file:
+            yield file
 
 
 class _Sealing:
@@ -213,11 +213,22 @@ class _Sealing:
         self._files.rename(path, new_path)
 
 
+def _unpickled(data: bytes) -> Metadata:
+    """Return what is pickled, and run whatever that names."""
+    stream = io.BytesIO(data)
+    found: Metadata = pickle.load(stream)
+    if stream.read():
+        raise CheckpointError(".metadata is damaged: there is something behind its end; load another checkpoint")
+    return found
+
+
 def _checksums(storage: Any, entries: Iterable[Any]) -> list[int]:
     """Return the CRC-32 of each entry's bytes in its file."""
     sums = []
     for entry in entries:
         with storage.fs.create_stream(storage.fs.concat_path(storage.path, entry.relative_path), "rb") as file:
+            if (size := file.seek(0, os.SEEK_END)) < (end := entry.offset + entry.length):
+                raise CheckpointError(f"{entry.relative_path} must have at least {end} bytes, but has {size}")
             file.seek(entry.offset)
             crc32, left = 0, entry.length
             while left > 0 and (piece := file.read(min(left, _PIECE))):
@@ -227,8 +238,11 @@ def _checksums(storage: Any, entries: Iterable[Any]) -> list[int]:
 
 
 def _open_url(storage: Any, checkpoint_id: str | os.PathLike[str]) -> None:
-    """Make torch's writer or reader of a path one of a URL, where that is given."""
-    if "://" in str(checkpoint_id):
+    """Make torch's writer or reader of a path one of a URL, where that is given and is no path itself."""
+    scheme, _, path = str(checkpoint_id).rpartition("://")
+    if scheme in ("file", "local"):
+        storage.path = Path(path)
+    elif scheme:
         from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 
         storage.fs = FileSystem()
