@@ -298,6 +298,73 @@ def test_a_full_state_has_all_rows_and_loads_without_options(name):
     assert [keys for _, keys in results] == [["param_groups", "state"], []]
 
 
+# ---------------------------------------------------------------- frozen before the load
+
+
+def save_at(rank: int, world_size: int, name: str, cut: int, folder: str) -> None:
+    model, optimizer = make(name)
+    train(model, optimizer, range(cut))
+    dcp.save(model, optimizer, folder)
+
+
+def freeze_and_load(rank: int, world_size: int, name: str, cut: int, folder: str) -> tuple[list[str], list[bool]]:
+    """Returns what differs 6 steps later between a layer that was frozen before the load and one after it."""
+    found = []
+    for frozen_before in (True, False):
+        model, optimizer = make(name)
+        model[2].requires_grad_(not frozen_before)
+        dcp.load(model, optimizer, folder)
+        trains = [p.requires_grad for p in model.parameters()]
+        model[2].requires_grad_(False)
+        train(model, optimizer, range(cut, cut + 6))
+        found.append((everything(model, optimizer), trains))
+    (before, trains), (after, _) = found
+    return differing(before, after), trains
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("cut", [20, 6])
+@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
+def test_a_layer_may_be_frozen_before_the_load_on_any_number_of_ranks(tmp_path, name, cut):
+    folder = str(tmp_path / "saved")
+    run_ranks(save_at, 2, name, cut, folder)
+    for world_size in (2, 3):
+        loaded = run_ranks(freeze_and_load, world_size, name, cut, folder, group_timeout=20)
+        assert loaded == [([], [True, True, False, False, True, True])] * world_size
+
+
+def through_torch_alone(rank: int, world_size: int, broadcast: bool) -> tuple[str, list[str]]:
+    """Hands a full state to torch, which rank 0 alone has or with a layer frozen; returns the error, what changed."""
+    model, optimizer = make("adam")
+    train(model, optimizer, range(20))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    full = get_optimizer_state_dict(model, optimizer, options=whole)
+    again, resumed = make("adam")
+    before = everything(again, resumed)
+    if not broadcast:
+        again[2].requires_grad_(False)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True) if broadcast else None
+    try:
+        set_optimizer_state_dict(again, resumed, full, options=options)
+    except ValueError as error:
+        return str(error), differing(everything(again, resumed), before)
+    return "", []
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "text"),
+    [
+        (True, "and so does broadcast_from_rank0=True on all ranks but the first: leave it out and give every rank"),
+        (False, "torch leaves out what requires no gradients, here parameter 2, parameter 3: load before it is frozen"),
+    ],
+)
+def test_what_torch_leaves_out_of_a_state_is_told_with_the_option_or_the_layer(broadcast, text):
+    errors = run_ranks(through_torch_alone, 2, broadcast, group_timeout=20)
+    print([message for message, _ in errors])
+    assert all(changed == [] for _, changed in errors)
+    assert all(text in message for message, _ in errors)
+
+
 # ---------------------------------------------------------------- AdamW's
 
 

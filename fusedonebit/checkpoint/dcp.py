@@ -169,9 +169,23 @@ def load(
     with _naming_rank(optimizer, "loaded", checkpoint_id):
         planner = PlainValues() if weights_only else None
         torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(optimizer))
-    set_optimizer_state_dict(model, optimizer, state[_OPTIMIZER])
+    with _all_training(optimizer):
+        set_optimizer_state_dict(model, optimizer, state[_OPTIMIZER])
     _on_all(optimizer, lambda: _take(model, state, more))
     return {name: value if isinstance(value, Stateful) else state[name] for name, value in more.items()}
+
+
+@contextmanager
+def _all_training(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Let torch see parameters as the optimizer was made with them: it leaves out the state of those frozen since."""
+    frozen = [p for p in optimizer.parameters.owners if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
 
 
 def _room(model: Module) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def _examined(
 ) -> tuple[State, Sequence[State], list[Fact]]:
     """Return the header, each parameter's state, and what must be equal on all ranks; raise for bad ones."""
     told: State | None = None
+    states: Sequence[State] = ()
     try:
         told = header_of(state_dict)
         _check_groups(keeper, state_dict, of_adamw=told is None and "betas" in keeper.hyper_parameters)
@@ -162,7 +163,7 @@ def _examined(
         header = _check(keeper, told, states, verified)
         return header, states, _facts(keeper, states, header)
     except KeyError as caught:
-        raise ValueError(f"state_dict lacks the key {caught}; {_why_lacking(keeper, told)}") from caught
+        raise ValueError(f"state_dict lacks the key {caught}; {_why_lacking(keeper, told, states)}") from caught
     except (TypeError, ValueError):
         raise
     except Exception as caught:
@@ -171,13 +172,22 @@ def _examined(
         ) from caught
 
 
-def _why_lacking(keeper: Keeper, header: State | None) -> str:
+def _why_lacking(keeper: Keeper, header: State | None, states: Sequence[State]) -> str:
     name = type(keeper).__name__
     if header is None:
         return f"load the state_dict() of {name}, or of an optimizer that it can go on from"
     if (writer := header.get("algorithm", name)) != name:
         return f"it is of {writer}, from which {name} can't go on"
-    return "torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have: leave it out"
+    named = zip(keeper.parameters.names, keeper.parameters.owners, states, strict=False)
+    if frozen := [name for name, p, state in named if not p.requires_grad and not state]:
+        return (
+            f"torch leaves out what requires no gradients, here {', '.join(frozen)}: load before it is frozen, or by "
+            "fusedonebit.dcp.load()"
+        )
+    return (
+        "torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have, and so does "
+        "broadcast_from_rank0=True on all ranks but the first: leave it out and give every rank the whole state"
+    )
 
 
 def _check(keeper: Keeper, header: State | None, states: Sequence[State], verified: bool) -> State:
