@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -12,9 +13,13 @@ from optimizers import EACH_ONEBIT
 from ranks import run_ranks
 from test_ddp import Net, loss_of, make
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
-from fusedonebit import FusedOneBitWarning, OneBitAdam, ddp
+from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitLamb, ddp
 
 # ---------------------------------------------------------------- what does not belong together
 
@@ -31,8 +36,16 @@ ERRORS = {
     "the model is alone": f"{RANKS} [RANK] and [0, 1]; pass the same process_group to both",
     "frozen between": "ValueError: parameters must be frozen after attach(), or before the optimizer is made, but "
     "first.weight was between",
-    "twice": "RuntimeError: this OneBitAdam is attached already; call attach() once, before training",
+    "twice": "RuntimeError: this OneBitAdam is attached already; call attach() once, before training, or first ",
+    "another": "RuntimeError: OneBitLamb is attached to this model already: one optimizer must have all of its ",
+    "mixed precision": "RuntimeError: mixed_precision must be None, got _MixedPrecision(param_dtype=torch.bfloat16",
+    "a hook": "RuntimeError: DDP must have no communication hook, got allreduce_hook: it keeps one for good",
+    "a built-in hook": "RuntimeError: DDP must have no communication hook, got BuiltinCommHookType.ALLREDUCE: it keeps",
+    "steps in the backward pass": "RuntimeError: parameters must have no optimizers that step in the backward pass",
+    "in a join": "RuntimeError: join() can't be used with a model to which an optimizer of fusedonebit is attached",
 }
+WRAPPED = {"mixed precision": {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}}
+NOTHING_IS_CHANGED = ("another", "mixed precision", "a hook", "a built-in hook", "in a join")
 FROM_RANK_1 = "DisagreementError: failed on rank 1: model must be wrapped in DistributedDataParallel, got Net; "
 
 
@@ -43,16 +56,30 @@ def ill_matched(rank: int, world_size: int, what: str) -> str:
     params = [*net.parameters(), *([nn.Parameter(torch.ones(3))] if what == "more" else [])][what == "fewer" :]
     optimizer: Any = OneBitAdam(params, freeze_step=9, process_group=alone if "optimizer is alone" in what else None)
     net.first.requires_grad_(what != "frozen between")
-    model: Any = DistributedDataParallel(net, process_group=alone if "model is alone" in what else None)
+    if what == "steps in the backward pass":
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    wrap = WRAPPED.get(what, {})
+    model: Any = DistributedDataParallel(net, process_group=alone if "model is alone" in what else None, **wrap)
     if what == "twice":
         ddp.attach(model, optimizer)
+    if what == "another":
+        ddp.attach(model, OneBitLamb(params, freeze_step=9))
+    if what == "a hook":
+        model.register_comm_hook(None, allreduce_hook)
+    if what == "a built-in hook":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    hooks = len(model._comm_hooks) if what in NOTHING_IS_CHANGED else 0
     if what == "not wrapped" or (what == "not wrapped on rank 1" and rank == 1):
         model = net
     if what == "not ours":
         optimizer = torch.optim.AdamW(params)
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+    entered = model.join() if what == "in a join" else contextlib.nullcontext()
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught, entered:
         ddp.attach(model, optimizer)
     dist.barrier()  # nobody still waits for something else
+    if what in NOTHING_IS_CHANGED:
+        assert len(model._comm_hooks) == hooks
+        ddp.attach(DistributedDataParallel(net), optimizer)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -62,6 +89,53 @@ def test_what_does_not_belong_together_is_refused_on_every_rank(what):
         expected = FROM_RANK_1 if "on rank 1" in what and rank == 0 else ERRORS[what].replace("RANK", str(rank))
         print(f"{what}, rank {rank}: {text}")
         assert text.startswith(expected)
+
+
+# ---------------------------------------------------------------- uneven data
+
+BATCHES = {
+    "all have batches": (2, 3),
+    "one has none": (0, 2),
+    "nobody has any": (0, 0),
+    "one has none, all stop": (0, 1),
+}
+
+
+def joined(rank: int, world_size: int, how: str) -> str:
+    """The error of a join; then one that is not enabled, and one after ``detach``, work."""
+    model, optimizer = make("onebit-adam", None)
+    model = DistributedDataParallel(model)
+    handle = ddp.attach(model, optimizer)
+    said = ""
+    try:
+        with Join([model], throw_on_early_termination="stop" in how):
+            for step in range(BATCHES[how][rank]):
+                loss_of(model, rank, step).backward()
+    except RuntimeError as error:
+        said = str(error)
+    with Join([model], enable=False):
+        loss_of(model, rank, 0).backward()
+    optimizer.step()
+    handle.detach()
+    with model.join():
+        for step in range(BATCHES[how][rank]):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+    return said
+
+
+@pytest.mark.parametrize("how", BATCHES)
+def test_join_is_refused_on_every_rank_and_nobody_waits(how):
+    for rank, text in enumerate(run_ranks(joined, 2, how, timeout=30, group_timeout=20)):
+        print(f"{how}, rank {rank}: {text}")
+        if how == "nobody has any":
+            assert text == ""
+        elif "stop" in how and rank == 0:
+            assert text == "Rank 0 exhausted all inputs."
+        elif "stop" in how:
+            assert text == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+        else:
+            assert text.startswith("join() can't be used with a model to which an optimizer of fusedonebit is attached")
 
 
 # ---------------------------------------------------------------- without attach

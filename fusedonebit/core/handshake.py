@@ -98,9 +98,13 @@ def ddp_averages(params: Sequence[Tensor]) -> bool:
     ours, objects = set(map(id, params)), gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
     found = [each for each in objects if type(each) in kinds] if kinds else []
-    # One whose construction has failed lacks some of this.
-    found = [ddp for ddp in found if getattr(ddp, "process_group", None) and not getattr(ddp, "_comm_hooks", True)]
+    # One whose construction has failed lacks some of this. Our hook averages too, where nobody is attached.
+    found = [ddp for ddp in found if all(map(_averages, getattr(ddp, "_comm_hooks", [(None, None)])))]
     return any(id(p) in ours for ddp in found if ddp.process_group.size() > 1 for p in ddp.parameters())
+
+
+def _averages(hook: tuple[object, object]) -> bool:
+    return getattr(hook[1], "averages_as_ddp", False)
 
 
 def warn_of_averages() -> None:

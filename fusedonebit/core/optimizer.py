@@ -468,6 +468,13 @@ class DistributedOptimizer(Keeper):
         """Return what ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
         return {"name": list(self.parameters.called)}
 
+    def owed(self) -> float:
+        """Return the norm of what compression has left out so far, over that of the last update; waits for the device.
+
+        0 where nothing is left out; infinite where there was no update to compare with, as after a skipped step.
+        """
+        return 0.0
+
     def momentum(self, param: Tensor) -> Tensor:
         """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
         i = self._index(param)

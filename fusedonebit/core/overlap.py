@@ -129,6 +129,12 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         if self._thread is not None:
             self._thread.shutdown()
 
+    def rest(self, resting: bool) -> None:
+        """Watch no backward pass, or watch them again; RuntimeError if one has sent what no step has taken up."""
+        self.check_idle()
+        self._forget()
+        self._paused = resting
+
     def _forget(self) -> None:
         self._seen: set[int] = set()
         self._waiting = [sum(bucket in buckets for buckets in self._buckets_of) for bucket in range(self.count)]

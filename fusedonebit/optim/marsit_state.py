@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -203,6 +204,12 @@ class MarsitState(RoundOptimizer):
         i = self._index(param)
         self.reducer.settle()
         return self.parameters.shaped(self.reducer.compensated, i, self.layout.offset(i)).clone()
+
+    def owed(self) -> float:
+        """See ``DistributedOptimizer``: this rank's compensation."""
+        self.reducer.settle()
+        norm, update = float(self.reducer.compensated.norm()), float(self.reducer.result().norm())
+        return norm / update if update > 0 else math.inf if norm > 0 else 0.0
 
     def momentum(self, param: Tensor) -> Tensor:
         """Return this rank's own momentum of one parameter, float32 of its shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -417,11 +418,6 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         """
         reduce, done = self.reducer, self._progress()
         compensated, _, server_error = reduce.norms()
-        over_momentum = reduce.residual_ratio() if done.rounds > done.renewals else 0.0
-        sent = (self._sent_scale.double().square() * reduce.live.numel).sum().sqrt()
-        if self._as_floats and sent > 0:
-            errors = reduce.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
-            over_momentum = float(errors.square().mean().sqrt() / sent)
         return super().stats() | {
             "rounds": done.rounds,
             "renewals": done.renewals,
@@ -429,8 +425,20 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             "compensated_norm": compensated,
             "worker_error_norm": float(reduce.to_servers.signal[0]),  # within a round c has grown since
             "server_error_norm": server_error,
-            "residual_over_momentum": over_momentum,
+            "residual_over_momentum": self._residual_over_momentum(),
         }
+
+    def _residual_over_momentum(self) -> float:
+        reduce, done = self.reducer, self._progress()
+        sent = (self._sent_scale.double().square() * reduce.live.numel).sum().sqrt()
+        if self._as_floats and sent > 0:
+            errors = reduce.arrived_words[:, Word.SIGNAL].view(torch.float32).double()
+            return float(errors.square().mean().sqrt() / sent)
+        return reduce.residual_ratio() if done.rounds > done.renewals else 0.0
+
+    def owed(self) -> float:
+        """See ``DistributedOptimizer``: the workers' residuals, root mean square over the ranks."""
+        return self._residual_over_momentum() or (math.inf if self.reducer.norms()[1] > 0 else 0.0)
 
     def described(self) -> list[str]:
         options = self.options
