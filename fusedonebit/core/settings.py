@@ -40,8 +40,8 @@ class Numerics:
     Args:
         scale_norm: Of what is compressed, d elements c. ``"l1"``: mean \|c\| (1-bit Adam's paper). ``"l2"``:
             \|c\|_2/sqrt(d) (DeepSpeed). ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
-            ``"relaxed"``: min(1.3 l2, 1.9 l1), with which residuals leave sooner, and servers' steps are up to 1.3 times
-            as long where workers agree; with a variance that lives only from
+            ``"relaxed"``: min(1.3 l2, 1.9 l1), with which residuals leave sooner, and servers' steps are up to 1.3
+            times as long where workers agree; with a variance that lives only from
             0.25/(1 - beta2) steps after the warm-up on. None: ``"contractive"``, but ``"relaxed"`` with such a one, and
             with ``ZeroOneAdam`` without a ``variance_policy``.
         scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``), per block of at most 4096
