@@ -5,6 +5,7 @@ Where the library itself does not matter the compiler is a script that copies on
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -171,3 +172,16 @@ def test_a_library_is_kept_for_the_command_the_compiler_and_the_environment_it_w
         file.write("# another compiler, that says it is the same\n")
     assert ask(CPATH=None) == first
     assert len(kept(tmp_path)) == 4
+
+
+@needs_compiler
+def test_where_no_file_can_be_in_memory_a_temporary_one_is_loaded(
+    ask: Ask, pretend: str, monkeypatch: pytest.MonkeyPatch
+):
+    def forbidden(name: str) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "memfd_create", forbidden, raising=False)
+    assert ask(CC=pretend) == f"C, {pretend} (cpu)"
+    monkeypatch.delattr(os, "memfd_create")
+    assert ask() == f"C, {pretend} (cpu)"
