@@ -1,4 +1,4 @@
-"""Who builds the C kernels and where they are kept: whatever is odd there, steps run, and ``repr`` says on what.
+"""Who builds the C kernels: whatever is odd there, steps run, and ``repr`` says on what.
 
 Where the library itself does not matter the compiler is a script that copies one: see ``pretend``.
 """
