@@ -453,3 +453,45 @@ def test_what_cant_be_meant_is_one_clear_error_on_all_ranks(mistake, text):
     for kind, said in run_ranks(begin, 4, mistake):
         assert kind in ("DisagreementError", "ValueError")
         assert text in said
+
+
+@pytest.mark.parametrize("given", ["tp", 2, (None, None)], ids=repr)
+def test_what_is_no_group_is_refused(given):
+    with pytest.raises(TypeError, match="model_parallel must be a group"):
+        AdamW([Parameter(torch.zeros(2))], LR, wire=Wire(model_parallel=given))
+
+
+def cut_in_buckets(rank: int, world_size: int) -> tuple[str, str]:
+    mesh, params = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")), plain(rank)
+    how = {"process_group": mesh["data"], "model_parallel": mesh["tensor"]}
+    return caught(lambda: by_name(OneBitAdam)(list(params.values()), LR, buckets=2 + 2 * rank, **how))
+
+
+def test_buckets_are_refused():
+    for kind, said in run_ranks(cut_in_buckets, 2):
+        assert kind == "ValueError"
+        assert "buckets must be None, and overlap False, with Wire(model_parallel=...)" in said
+
+
+def alone(rank: int, world_size: int, name: str) -> tuple[float, str, int]:
+    """One replica of the model, in two parts."""
+    mesh, params = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor")), plain(rank)
+    how = {"process_group": mesh["data"].get_group(), "model_parallel": mesh["tensor"].get_group()}
+    optimizer, worst = KINDS[name](list(params.values()), LR, max_grad_norm=MOST, **how), 0.0
+    for step in range(8):
+        give(params, step, 0, rank)
+        if step == 5 and rank == 1:
+            params["up.weight"].grad[0, 0] = torch.nan
+        optimizer.step()
+        if step < 5:
+            worst = max(worst, abs(optimizer.stats()["grad_norm"] / norm_of(gradients(step, 0)) - 1))
+    return worst, alike(params), optimizer.stats()["skipped_steps"]
+
+
+@QUIET
+@pytest.mark.parametrize("name", ["AdamW, ours", "Lamb", "OneBitAdam", "ZeroOneAdam, own", "OneBitLion"])
+def test_one_replica_alone_clips_and_skips_as_a_whole(name):
+    (worst, shared, skipped), other = run_ranks(alone, 2, name)
+    assert max(worst, other[0]) <= 1e-6
+    assert (shared, skipped) == other[1:]
+    assert skipped == 1

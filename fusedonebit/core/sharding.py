@@ -81,6 +81,12 @@ def model_ranks(model_parallel: Any, device: torch.device) -> list[Transport]:
         groups = [model_parallel.get_group(i) for i in range(model_parallel.ndim)]
     else:
         groups = list(model_parallel) if isinstance(model_parallel, (tuple, list)) else [model_parallel]
+    for group in groups:
+        if not isinstance(group, (dist.ProcessGroup, Transport)) and not hasattr(group, "get_group"):
+            raise TypeError(
+                "model_parallel must be a group of torch.distributed or a DeviceMesh, or of a pipeline and of tensor "
+                f"parallelism one each, got {type(group).__name__}"
+            )
     return [make_transport(group_of(group), device) for group in reversed(groups)]
 
 
