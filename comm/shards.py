@@ -33,15 +33,15 @@ class ShardGroup:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the shards, in their order: of the shape and dtype of ``values``, equal on all ranks."""
-        return values if self.count == 1 else self.gathered(values).sum(0).view_as(values)
+        return values if self.count == 1 else self._gathered(values).sum(0).view_as(values)
 
     def max(self, values: Tensor) -> Tensor:
         """Return maxima over the shards: of the shape and dtype of ``values``."""
-        return values if self.count == 1 else self.gathered(values).amax(0).view_as(values)
+        return values if self.count == 1 else self._gathered(values).amax(0).view_as(values)
 
     def union(self, flags: Tensor) -> Tensor:
         """Return all flags that any of them has set: int32 [1], from int32 [1]."""
-        return flags if self.count == 1 else union(self.gathered(flags)[:, 0])
+        return flags if self.count == 1 else union(self._gathered(flags)[:, 0])
 
     def unite(
         self, flags: Tensor, tag: int | Tensor, absent: Tensor | None, tensors: int
@@ -53,12 +53,11 @@ class ShardGroup:
         if self.count == 1:
             return flags, absent
         here = flags.new_zeros(tensors) if absent is None else absent.int()
-        rows = self.gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
+        rows = self._gathered(torch.cat([flags, torch.empty_like(flags).fill_(tag), here]))
         flags = union(rows[:, 0], rows[:, 1] != rows[0, 1])
         return flags, None if absent is None else rows[:, 2:].bool().all(0)
 
-    def gathered(self, values: Tensor) -> Tensor:
-        """Return the values of all, a row each: of the dtype of ``values``."""
+    def _gathered(self, values: Tensor) -> Tensor:
         row = values.reshape(1, -1).contiguous()
         rows = torch.empty(self.count, row.shape[1], dtype=row.dtype, device=row.device)
         self.transport.all_gather(rows, row)

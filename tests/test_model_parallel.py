@@ -334,6 +334,26 @@ def test_so_it_does_where_ranks_compress_in_two_levels():
     assert ranks[0][0] == 2
 
 
+def drop_gradients(rank: int, world_size: int, name: str) -> tuple[str, str]:
+    params, optimizer = cut_optimizer(name, rank, max_grad_norm=MOST)
+    for step in range(6):
+        if step == 4 and rank % 2:  # on all ranks with this part
+            give(params, step, rank // 2, rank % 2)
+            optimizer.zero_grad()
+        give(params, step, rank // 2, rank % 2)
+        if (found := caught(optimizer.step))[0]:
+            return found
+    return "", ""
+
+
+@QUIET
+@pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam", "MarsitSGD"])
+def test_parts_that_are_out_of_step_are_told_so(name):
+    for kind, said in run_ranks(drop_gradients, 4, name):
+        assert kind == "OutOfStepError"
+        assert "model-parallel ranks differ in the number of steps" in said
+
+
 # ---------------------------------------------------------------- checkpoints
 
 

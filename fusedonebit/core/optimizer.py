@@ -375,7 +375,7 @@ class DistributedOptimizer(Keeper):
 
     def _say_where(self, what: str) -> str:
         if self.model_parallel.count > 1:
-            what = f"number of steps on model-parallel ranks, or of one of them: {what}"
+            what = f"model-parallel ranks differ in the number of steps, or some of them have found: {what}"
         here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper_parameters) for group in self.param_groups)
         return f"{what}. On rank {self.transport.rank}, in its step {self.step_count.total}: {here}"
 
@@ -458,6 +458,7 @@ class DistributedOptimizer(Keeper):
         masters = [*(self.parameters.dense[i] for i in self.parameters.masters), *self.parameters.loaded()]
         masters += [] if self.parameters.correction is None else [self.parameters.correction]
         told = [self.updates, self.own_steps, self.overflowed, self._grad_norm]
+        told += [] if self._counted_here is None else [self._counted_here]
         return [*declared, *masters, *told, self._block_tensor, *self.live]
 
     def _scratch(self) -> list[Tensor]:
