@@ -123,6 +123,11 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in self.ranks:
             CompressedAllReduce.set_norm(rank, name)
 
+    def keep_back(self, tensors: Tensor) -> None:
+        """See ``CompressedAllReduce``."""
+        for rank in self.ranks:
+            CompressedAllReduce.keep_back(rank, tensors)
+
     def follow(self, squares: Tensor) -> None:
         """See ``FeedbackReducer``."""
         for rank in self.ranks:
