@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
@@ -75,6 +76,16 @@ def test_one_optimizer_for_all_workers_gives_the_bits_and_bytes_of_simulated_ran
     short(monkeypatch, task, 40)
     batched, ranks = (lab.run(key(task, optimizer, workers=workers), ranks=r) for r in (False, True))
     print(f"{task}, {optimizer}, {workers} workers: {batched['seconds']} s, {ranks['seconds']} s with ranks")
+    assert [batched[name] for name in SAID] == [ranks[name] for name in SAID]
+
+
+@pytest.mark.long
+def test_so_it_does_where_the_rate_is_0_for_some_steps(monkeypatch):
+    short(monkeypatch, "mlp", 20)
+    pauses = SimpleNamespace(**vars(math) | {"cos": lambda x: -1.0 if 1.0 < x < 2.0 else math.cos(x)})
+    monkeypatch.setattr(lab, "math", pauses)
+    monkeypatch.setattr(lab, "FINAL_LR", 0.0)
+    batched, ranks = (lab.run(key("mlp", "zero-one-adam-own"), ranks=r) for r in (False, True))
     assert [batched[name] for name in SAID] == [ranks[name] for name in SAID]
 
 
