@@ -89,7 +89,7 @@ class _Reader:
         stack, memo, push, number = self._stack, self._memo, self._stack.append, self._number
         meanings: dict[bytes, Callable[[], object]] = {
             pickle.PROTO: lambda: number(_BYTE),
-            pickle.FRAME: lambda: number(_EIGHT_BYTES),
+            pickle.FRAME: lambda: self._has(number(_EIGHT_BYTES)),
             pickle.NONE: lambda: push(None),
             pickle.NEWTRUE: lambda: push(True),
             pickle.NEWFALSE: lambda: push(False),
@@ -139,12 +139,14 @@ class _Reader:
         self.at += layout.size
         return number  # type: ignore[no-any-return]
 
+    def _has(self, length: int) -> None:
+        if length > (left := len(self._data) - self.at):
+            raise ValueError(f"{length} bytes must follow, but there are {left}")
+
     def _bytes(self, length: int) -> bytes:
-        found = self._data[self.at : self.at + length]
-        if len(found) != length:
-            raise ValueError(f"{length} bytes must follow, but there are {len(found)}")
+        self._has(length)
         self.at += length
-        return found
+        return self._data[self.at - length : self.at]
 
     def _take(self, count: int) -> list[Any]:
         start = len(self._stack) - count
