@@ -71,7 +71,14 @@ def undocumented(given: Any) -> list[str]:
             text += "\n" + (inspect.getdoc(OPS[other].eager) or "")
     listed = re.findall(r"^ *\*{0,2}([\w*, ]+?)(?: \(.*?\))?: ", text, re.MULTILINE)
     said = set(re.findall(r"\w+", " ".join([*listed, *re.findall(r"``(.*?)``", text)])))
-    return [name for name in inspect.signature(given).parameters if name not in said]
+    return [name for name in taken(given) if name not in said]
+
+
+def taken(given: Any) -> list[str]:
+    """The arguments of a call. Up to Python 3.11.2 ``signature`` prefers a ``__new__`` that takes anything."""
+    if inspect.isclass(given) and inspect.isfunction(given.__init__):
+        return list(inspect.signature(given.__init__).parameters)[1:]
+    return list(inspect.signature(given).parameters)
 
 
 def test_an_argument_that_is_forgotten_is_named():
