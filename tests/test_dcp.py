@@ -227,6 +227,40 @@ def test_torchs_own_calls_do_with_a_template(tmp_path, name):
     assert run_ranks(by_torchs_calls, 2, name, str(tmp_path / "saved")) == [[], []]
 
 
+def by_number(rank: int, world_size: int, name: str, steps: int, folder: str) -> tuple[str, list[str], list[str]]:
+    """What torch says of a raw state_dict() in a new optimizer; and what differs after what we say instead."""
+    model, optimizer = make(name)
+    train(model, optimizer, range(steps))
+    raw = {"model": get_model_state_dict(model), "optimizer": optimizer.state_dict()}
+    torch_dcp.save(raw, checkpoint_id=folder)
+    fresh, other = make(name)
+    said = ""
+    try:
+        torch_dcp.load({"optimizer": other.state_dict()}, checkpoint_id=folder)
+    except BaseException as error:  # a CheckpointException is none of Exception's
+        said = str(error)
+    dcp.load(fresh, other, folder)
+    loaded = differing(everything(model, optimizer), everything(fresh, other))
+
+    again, resumed = make(name)
+    again.load_state_dict(model.state_dict())
+    state = {"optimizer": dcp.template(again, resumed, folder)}
+    torch_dcp.load(state, checkpoint_id=folder)
+    resumed.load_state_dict(state["optimizer"])
+    return said, loaded, differing(everything(model, optimizer), everything(again, resumed))
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize(("name", "steps"), [("adam", 20), ("adam", 2), ("lamb", 20), ("marsit", 20)])
+def test_what_torch_saved_of_a_state_dict_by_number_loads_as_the_page_says(tmp_path, name, steps):
+    page = (Path(__file__).parent.parent / "docs" / "when.md").read_text()
+    for said, loaded, by_template in run_ranks(by_number, 2, name, steps, str(tmp_path / "saved")):
+        assert (loaded, by_template) == ([], [])
+        if said:  # in the first stage a new optimizer has all that is there
+            assert "Missing key in checkpoint state_dict: optimizer.state.0." in said
+            assert 'torch: "Missing key in checkpoint state_dict: optimizer.state..."' in page
+
+
 def flattened(rank: int, world_size: int, folder: str) -> list[str]:
     model, optimizer = make("adam")
     train(model, optimizer, range(20))

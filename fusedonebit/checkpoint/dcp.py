@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -169,8 +170,11 @@ def load(
     with _naming_rank(optimizer, "loaded", checkpoint_id):
         planner = PlainValues() if weights_only else None
         torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(optimizer))
-    with _all_training(optimizer):
-        set_optimizer_state_dict(model, optimizer, state[_OPTIMIZER])
+    if any(isinstance(key, int) for key in of_optimizer["state"]):
+        optimizer.load_state_dict(of_optimizer)
+    else:
+        with _all_training(optimizer):
+            set_optimizer_state_dict(model, optimizer, of_optimizer)
     _on_all(optimizer, lambda: _take(model, state, more))
     return {name: value if isinstance(value, Stateful) else state[name] for name, value in more.items()}
 
@@ -210,6 +214,9 @@ def template(
     prefix: str = _OPTIMIZER,
 ) -> dict[str, Any]:
     """Return room for the optimizer's state in a checkpoint, as ``get_optimizer_state_dict`` would.
+
+    Where the state was saved as ``optimizer.state_dict()`` gives it, by numbers instead of names, so is the room:
+    ``optimizer.load_state_dict`` takes that.
 
     For those who call torch's functions themselves, on every rank::
 
@@ -253,15 +260,8 @@ def template(
             check_header(optimizer, header)
         elif not any(name.startswith(f"{prefix}.state.") and name.endswith(".exp_avg") for name in saved):
             raise ValueError(
-                f"the state under {prefix!r} must be of this package or of AdamW, by the names of parameters, as "
-                "get_optimizer_state_dict() gives it; it has no header and no exp_avg"
-            )
-        elif any(name.startswith(f"{prefix}.state.0.") for name in saved) and not any(
-            name.startswith("0.") for name, _ in model.named_parameters()
-        ):
-            raise ValueError(
-                f"the state under {prefix!r} must have the names of parameters, as get_optimizer_state_dict() gives "
-                "it, got numbers, as optimizer.state_dict() does"
+                f"the state under {prefix!r} must be of this package or of AdamW, as get_optimizer_state_dict() or "
+                "optimizer.state_dict() gives it; it has no header and no exp_avg"
             )
     except (ValueError, TypeError) as caught:
         error = caught
@@ -280,12 +280,14 @@ def template(
 def _room_for(
     model: Module, optimizer: DistributedOptimizer, prefix: str, header: Mapping[str, Any] | None, saved: set[str]
 ) -> dict[str, Any]:
+    numbered = _is_numbered(model, prefix, saved)
     optimizer.expected_header = (header,)
     try:
-        room: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+        room = dict(optimizer.state_dict() if numbered else get_optimizer_state_dict(model, optimizer))
     finally:
         optimizer.expected_header = None
-    _check_names(model, prefix, saved)
+    if not numbered:
+        _check_names(model, prefix, saved)
     for name, state in room["state"].items():
         room["state"][name] = {k: v for k, v in state.items() if f"{prefix}.state.{name}.{k}" in saved}
     room["state"] = {name: state for name, state in room["state"].items() if state}
@@ -293,6 +295,12 @@ def _room_for(
         start = f"{prefix}.param_groups.{i}."
         room["param_groups"][i] = {k: v for k, v in group.items() if any(n.startswith(f"{start}{k}") for n in saved)}
     return room
+
+
+def _is_numbered(model: Module, prefix: str, saved: Collection[str]) -> bool:
+    """Return whether a state was saved by the numbers of parameters, as ``optimizer.state_dict()`` gives it."""
+    by_number = any(re.fullmatch(rf"{re.escape(prefix)}\.state\.\d+\.step", name) for name in saved)
+    return by_number and not any(name.isdigit() for name, _ in model.named_parameters())
 
 
 def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
