@@ -474,6 +474,13 @@ def attached_with_a_part_of_the_parameters(rank: int) -> None:
     ddp.attach(model, OneBitAdam(model.module[0].parameters()))
 
 
+@together(r"AdamW trains 2 of the parameters of a model of which OneBitAdam trains the others, .* ranks will part", "")
+def the_rest_of_a_bare_model_left_to_adamw(rank: int) -> None:
+    model = net()
+    ours, rest = OneBitAdam(model[0].parameters()), torch.optim.AdamW(model[2].parameters())
+    steps_of(rank, model, ours, between=rest.step)
+
+
 @together(r"parameters must be frozen after attach\(\), .* but 0.weight was between")
 def a_layer_frozen_before_attach(rank: int) -> None:
     model = net()

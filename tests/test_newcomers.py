@@ -7,8 +7,10 @@ import math
 import re
 
 import pytest
-from mistakes import ALONE, TOGETHER, net, told_by
+import torch
+from mistakes import ALONE, TOGETHER, net, told_by, train
 from ranks import run_ranks, simulate
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import OneBitAdam
 from fusedonebit.comm import Transport
@@ -81,3 +83,24 @@ SQUARES = [(1.0, 0.25), (1.0, 0.5)]
 )
 def test_only_gradients_of_one_round_norm_are_taken_for_clipped(seen: list[tuple[float, float]], is_clipped: bool):
     assert clipped(seen) == is_clipped
+
+
+def one_optimizer_beside_another(rank: int, world_size: int, how: str) -> list[str]:
+    """What is told where another optimizer trains nothing that nobody averages."""
+
+    def run() -> None:
+        model, other = net(), net(seed=1)
+        rest = torch.optim.AdamW((other if how == "another model" else model)[2].parameters())
+        ours = OneBitAdam((model if how == "another model" else model[0]).parameters())
+        if how == "frozen":
+            model[2].requires_grad_(False)
+        wrapped = DistributedDataParallel(model) if how == "averaged by DDP" else model
+        train(wrapped, ours, seed=rank, between=rest.step)
+
+    return told_by(run)
+
+
+@pytest.mark.parametrize("how", ["another model", "frozen", "averaged by DDP"])
+def test_an_optimizer_that_takes_nothing_from_ours_is_not_complained_of(how: str):
+    for told in run_ranks(one_optimizer_beside_another, 2, how, group_timeout=20):
+        assert not [text for text in told if "ranks will part" in text]

@@ -5,20 +5,25 @@ Rank 0 alone speaks, once. After the second step nothing is looked at any more.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import warn
 from .settings import Ranks
+from .sharding import is_dtensor
 
 if TYPE_CHECKING:
     from .state.keeper import Keeper
+
+T = TypeVar("T")
 
 LOGGER = logging.getLogger("fusedonebit")
 
@@ -41,6 +46,11 @@ CLIPPED = (
     "the gradients of both first steps have the norm {norm:.3g}, so somebody has clipped them, as "
     "torch.nn.utils.clip_grad_norm_() does. In the compression stage each rank would clip its own gradients by its own "
     "norm, which changes their mean: leave that out, and pass max_grad_norm={norm:.3g} to {name}"
+)
+SHARED = (
+    "{other} trains {count} of the parameters of a model of which {name} trains the others, and there is no "
+    "DistributedDataParallel that averages their gradients: ranks will part. Give {name} all of them, in groups where "
+    "they need different options; who averages those gradients by hand can ignore this"
 )
 
 
@@ -96,6 +106,8 @@ class FirstSteps:
         # Where graphs replay backward passes, gradients have their memory for good, and are overwritten.
         found = [ADDED_UP] if added_up and not optimizer.options.capturable else []
         present = [g for g in grads if g.numel()]
+        if self.looked_at == 1 and dist.is_initialized() and optimizer.transport.world_size > 1:
+            found += trained_by_others(optimizer)
         # One rank alone may be clipped by anybody; of a shard nobody knows the norm.
         if optimizer.transport.world_size > 1 and optimizer.shards.count == 1 and present:
             norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in present]).norm()
@@ -111,6 +123,37 @@ class FirstSteps:
             if text not in self._told and speaks(optimizer):
                 warn(text)
             self._told.add(text)
+
+
+def trained_by_others(optimizer: Keeper) -> list[str]:
+    """Return what to say of other optimizers that train parameters of the same model, whose gradients nobody averages.
+
+    All objects are looked through, as no parameter knows its module. On simulated ranks, or over MPI, nobody looks.
+    """
+    modules = [module for module in instances(nn.Module) if "_modules" in vars(module)]  # a failed one lacks that
+    inside = {id(child) for module in modules for child in module.children()}
+    ours, exposed, averaged = set(map(id, optimizer.parameters.owners)), set[int](), set[int]()
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            averaged |= set(map(id, module.parameters()))
+        elif id(module) not in inside:
+            params = {id(p) for p in module.parameters() if p.grad is not None and not is_dtensor(p)}
+            exposed |= params - ours if params & ours else set()
+    exposed -= averaged
+    counts = [
+        (type(other).__name__, sum(id(p) in exposed for group in other.param_groups for p in group["params"]))
+        for other in (instances(torch.optim.Optimizer) if exposed else ())
+        if not hasattr(other, "transport") and hasattr(other, "param_groups")
+    ]
+    name = type(optimizer).__name__
+    return [SHARED.format(other=other, count=count, name=name) for other, count in counts if count]
+
+
+def instances(kind: type[T]) -> list[T]:
+    """Return all objects of a kind that the garbage collector knows of: some 40 ms."""
+    objects = gc.get_objects()
+    kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+    return [each for each in objects if type(each) in kinds]
 
 
 def clipped(seen: Sequence[tuple[float, float]]) -> bool:
