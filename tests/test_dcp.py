@@ -258,7 +258,7 @@ def test_what_torch_saved_of_a_state_dict_by_number_loads_as_the_page_says(tmp_p
         assert (loaded, by_template) == ([], [])
         if said:  # in the first stage a new optimizer has all that is there
             assert "Missing key in checkpoint state_dict: optimizer.state.0." in said
-            assert 'torch: "Missing key in checkpoint state_dict: optimizer.state..."' in page
+            assert "torch's `Missing key in checkpoint state_dict: optimizer.state...`" in page
 
 
 def flattened(rank: int, world_size: int, folder: str) -> list[str]:

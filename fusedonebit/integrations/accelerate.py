@@ -9,9 +9,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from . import of_each_rank
+from .ddp import Handle
 
 
-def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> None:
+def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> Handle | None:
     """Make a prepared model and optimizer compress, and ``save_state`` keep each rank's state.
 
     accelerate keeps rank 0's state alone; so each rank writes a file of its own into the folder of ``save_state``,
@@ -23,6 +24,9 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
         model: As ``accelerator.prepare`` has returned it.
         optimizer: One of this package's, made of the prepared model's parameters, as ``prepare`` has returned it.
 
+    Returns:
+        What ``fusedonebit.ddp.attach`` does; None where it was attached already, or there is no DDP.
+
     Raises:
         TypeError, ValueError: on every rank, if they don't belong together, or were not prepared.
     """
@@ -31,7 +35,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
             f"optimizer must be what accelerator.prepare(optimizer) has returned, got {type(optimizer).__name__}"
         )
     inside = of_each_rank.ours(optimizer)
-    of_each_rank.attach_once(model, inside)
+    handle = of_each_rank.attach_once(model, inside)
 
     def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
         of_each_rank.save(inside, output_dir)
@@ -41,3 +45,4 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+    return handle

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import agree
 from ..core.optimizer import DistributedOptimizer
-from .ddp import attach
+from .ddp import Handle, attach
 
 
 def ours(optimizer: Any) -> DistributedOptimizer:
@@ -24,10 +24,11 @@ def ours(optimizer: Any) -> DistributedOptimizer:
     return inside
 
 
-def attach_once(model: Any, optimizer: DistributedOptimizer) -> None:
+def attach_once(model: Any, optimizer: DistributedOptimizer) -> Handle | None:
     """Do what ``ddp.attach`` does where ``model`` is in DDP and it was not done; one process has no DDP."""
     if isinstance(model, DistributedDataParallel) and not optimizer.ddp_attached:
-        attach(model, optimizer)
+        return attach(model, optimizer)
+    return None
 
 
 def refuse_clipping(optimizer: DistributedOptimizer, setting: str, given: Any, off: Any) -> None:
