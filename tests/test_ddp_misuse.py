@@ -113,8 +113,9 @@ def joined(rank: int, world_size: int, how: str) -> str:
                 loss_of(model, rank, step).backward()
     except RuntimeError as error:
         said = str(error)
-    with Join([model], enable=False):
-        loss_of(model, rank, 0).backward()
+    with Join([model], enable=False):  # as the sentence says
+        pass
+    loss_of(model, rank, 0).backward()
     optimizer.step()
     handle.detach()
     with model.join():

@@ -26,7 +26,8 @@ from ..errors import warn
 _JOIN = (
     "join() can't be used with a model to which an optimizer of fusedonebit is attached: ranks whose data has ended "
     "would have to compress as well; give all ranks equally many batches, or call detach() of the handle that "
-    "fusedonebit.ddp.attach() has returned"
+    "fusedonebit.ddp.attach() has returned. Torch leaves a join on when its block ends: "
+    "`with model.join(enable=False): pass` ends it"
 )
 
 
