@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from launch_keys import recording
 from optimizers import FROZEN, UNGUARDED, construct, objects
 from ranks import run_ranks
 from tape import capturing, in_a_capture
+from whole_steps import BASES, LIVING, Rank
 
 from fusedonebit import AdamW, Lamb, OneBitAdam, Wire
 from fusedonebit.comm import SimulatedGroup, Transport
@@ -97,6 +100,39 @@ def test_steps_captured_twice_and_replayed_in_turn_equal_steps_under_a_changing_
         assert told[:3] == ["compression", STEPS - 2 * (extra == "loss scaled"), 2 * (extra == "loss scaled")]
         assert all(map(torch.equal, tensors[0], replayed[0][0]))
     assert not torch.equal(replayed[0][2][1], replayed[1][2][1])
+
+
+CAPTURED = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 0.5},
+    "undivided": {"precondition": False},
+    "ternary": {"ternary": True},
+    "living": LIVING,
+    "in codes": {"state": "8bit"},
+}
+OF_WHICH = dict.fromkeys(("OneBitAdam", "OneBitLamb", "AdamW", "Lamb"), CAPTURED) | {
+    "OneBitLamb": {what: options for what, options in CAPTURED.items() if what != "in codes"},
+    **{name: {what: CAPTURED[what] for what in ("plain", "clipped", "in codes")} for name in ("AdamW", "Lamb")},
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", OF_WHICH)
+def test_a_capture_launches_nothing_that_was_not_launched_before(name, world_size):
+    # CUDA can't load a kernel while it captures, nor may Triton then compile one.
+    if name in ("AdamW", "Lamb") and world_size > 1:
+        pytest.skip("several ranks of it can't capture a step")
+    for what, options in OF_WHICH[name].items():
+        run = replace(BASES[name], sizes=(300, 17), options=options | {"capturable": True})
+        group = SimulatedGroup(world_size)
+        with recording() as keys:
+            ranks = group.run(lambda rank, transport, run=run: Rank(run, rank, transport))
+            group.run(lambda rank, _, ranks=ranks: ranks[rank].steps(range(9)))
+            before = set(keys)
+            with in_a_capture():
+                group.run(lambda rank, _, ranks=ranks: ranks[rank].steps(range(9, 10)))
+        assert keys <= before, f"{name}, {what}: {sorted({key.op for key in keys - before})}"
+        print(f"{name}, {what}, W = {world_size}: {len(before)} kernels, and none is new in the capture")
 
 
 def test_the_learning_rate_becomes_a_tensor_that_schedulers_fill():

@@ -25,7 +25,6 @@ from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
 from .settings import Options, Params
 from .state import loading, saving
 from .state.keeper import Keeper
-from .step_count import as_word
 
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
@@ -241,7 +240,7 @@ class DistributedOptimizer(Keeper):
         if captured:
             return self.step_count.capture()
         self._check_repeated(self.step_count.take(self.parameters.owners, given, compiled))
-        return as_word(self.step_count.total)
+        return self.step_count.number
 
     def _check_repeated(self, repeated: bool) -> None:
         """Raise RuntimeError if a step that this rank repeats can't tell the others of it."""
@@ -365,8 +364,7 @@ class DistributedOptimizer(Keeper):
 
     def _counters(self) -> tuple[Tensor | None, ...]:
         """Return what the end of a step counts by, and on; called once in a step."""
-        replays = self.outcomes.record_captured() if self._captures else None
-        return self._absent, self.updates, self.step_count.advance(), replays
+        return self._absent, self.updates, self.step_count.advance(), self.outcomes.counters(self._captures)
 
     @property
     def _tag_of_shards(self) -> int:

@@ -36,6 +36,7 @@ class Outcomes:
         self._warned_at = 0
         self._warned_of_drift = False
         self._replays: Tensor | None = None
+        self._unread: Tensor | None = None
         self._replayed = False
         self.scaler_is_told = False  # whether the GradScaler learns what other ranks' gradients are like
         self.on_replays: Callable[[int], None] | None = None  # told how many steps replayed graphs have taken
@@ -64,18 +65,20 @@ class Outcomes:
         if self._nonfinite == "raise":
             self.catch_up(describe)
 
-    def record_captured(self) -> Tensor:
-        """Return the counters with which the op that ends a step does what ``record`` does, in a CUDA graph.
+    def counters(self, captured: bool) -> Tensor | None:
+        """Return what the op that ends a step counts besides, where steps may be captured.
 
-        That is, on the device, whenever the graph is replayed: steps, skipped, vetoed, out of step; int64 [4].
+        In a CUDA graph it does what ``record`` does, on the device, whenever the graph is replayed: steps, skipped,
+        vetoed, out of step; int64 [4]. Other steps count what nobody reads, or a capture would be the first to launch
+        such kernels, and to load them.
         """
-        assert self._replays is not None  # allocated before the capture, or each replay would zero it
-        self._replayed = True
-        return self._replays
+        assert not captured or self._replays is not None  # allocated before the capture, or replays would zero it
+        self._replayed |= captured
+        return self._replays if captured else self._unread
 
     def count_replays(self, device: torch.device) -> None:
-        """Make the counters of ``record_captured``."""
-        self._replays = torch.zeros(4, dtype=torch.int64, device=device)
+        """Make what ``counters`` returns."""
+        self._replays, self._unread = torch.zeros(2, 4, dtype=torch.int64, device=device)
 
     def absorb_replays(self) -> None:
         """Take over what replayed graphs have counted; wait for the device. OutOfStepError if any was out of step."""

@@ -47,6 +47,11 @@ class StepCount:
         """Return what ``total`` will be in a step on the gradients that a backward pass is making."""
         return self.total + 1 + self._dropped
 
+    @property
+    def number(self) -> int | Tensor:
+        """Return the number of the step that has begun, in messages: where it lies, int32 [], if on the device."""
+        return as_word(self.total) if self.of_replays is None else self.of_replays
+
     def take(self, owners: Sequence[Tensor], given: Sequence[Tensor], compiled: bool = False) -> bool:
         """Count the step that begins; return whether it uses gradients that the last one has used.
 

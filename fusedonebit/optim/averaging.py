@@ -53,9 +53,10 @@ class AveragingOptimizer(DistributedOptimizer):
         self._handshake_differs = torch.zeros(4, dtype=torch.bool, device=self.device)
         self._flat = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
         self._flat_tables = tables_of(self._flat, self.device)  # kept, because launches share what somebody keeps
-        # Flags of this step's elements that did not count, of the last one's, of replays, which nobody reads; and none.
-        words = torch.zeros(4, 1, dtype=torch.int32, device=self.device)
-        self._found, self._found_before, self._found_in_replays, self._no_flags = words
+        # Flags of this step's elements that did not count, and of the last one's; two of replays, which nobody reads;
+        # and none. Each is aligned, so that kernels are compiled once for all of them, and in no capture anew.
+        words = torch.zeros(5, 4, dtype=torch.int32, device=self.device)[:, :1]
+        self._found, self._found_before, self._found_in_replays, self._unread, self._no_flags = words
         self._is_found = False  # whether this step's update has been made
 
     @property
@@ -78,10 +79,9 @@ class AveragingOptimizer(DistributedOptimizer):
         agreed = self._agree(grads, coef, self.transport)
         hold = self._no_flags if agreed.hold is None else agreed.hold
         self._note_absent()
-        found: tuple[Tensor | None, ...] = self._found_in_replays, None
         if not self._captures:
             self._found, self._found_before = self._found_before, self._found
-            found = self._found, self._found_before
+        found = (self._found_in_replays, self._unread) if self._captures else (self._found, self._found_before)
         self._update(grads, self.coefficients.still(agreed.coef, self._absent), hold, *found)
         return hold
 
