@@ -1,7 +1,8 @@
 """Compiles recorded launch keys ahead of time, without a GPU: each for what Triton's launcher would compile it for.
 
 ``tests/launch_keys.py`` records them of whole steps of all optimizers. Exits with 1 where a kernel does not compile for
-some key, or spills registers. Nothing is measured: ``benchmarks.audit`` has the numbers of the usual cases.
+some key, spills registers, or has a race between warps (``benchmarks.races``). Nothing is measured: ``benchmarks.audit``
+has the numbers of the usual cases.
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.audit import TARGETS, compile_kernel, spilled
-from fusedonebit.triton_kernels.op import OPS
+import triton
+from triton.backends.compiler import GPUTarget
 
+from benchmarks.audit import TARGETS as AUDITED
+from benchmarks.audit import compile_kernel, spilled
+from benchmarks.races import races
+from fusedonebit.triton_kernels.op import OPS
+from fusedonebit.triton_kernels.user_tensors import ALIGNED, FP16, FP32
+
+TARGETS = {"sm_75": GPUTarget("cuda", 75, 32)} | AUDITED
 Key = list[Any]
 """An op's name, the number of warps, and of each argument name, type and value: ``Key`` of ``tests/launch_keys.py``."""
 
@@ -33,12 +41,20 @@ class Compiled(NamedTuple):
         seconds: That it took; next to none where Triton has it in its cache.
         spills: Bytes of registers that did not fit.
         error: Of the compiler; "" if none.
+        races: Loads of what another warp stores.
     """
 
     op: str
     seconds: float
     spills: int
     error: str
+    races: list[str]
+
+    @property
+    def wrong(self) -> str:
+        """What must not be; "" if nothing."""
+        spills = f"spills {self.spills} bytes" if self.spills else ""
+        return self.error or "; ".join(filter(None, [spills, *(f"races: {race}" for race in self.races)]))
 
 
 def compile_key(key: Key, target: str) -> Compiled:
@@ -47,23 +63,29 @@ def compile_key(key: Key, target: str) -> Compiled:
     types = {name: kind for name, kind, _ in arguments}
     constants = {name: value for name, kind, value in arguments if kind == "constexpr"}
     multiples = [name for name, kind, value in arguments if kind != "constexpr" and value == "D"]
-    began = time.perf_counter()
+    began, found = time.perf_counter(), []
     try:
         kernel = OPS[op].kernel.triton
         compiled = compile_kernel(kernel, types, constants, num_warps, TARGETS[target], multiples, aligned=False)
-        spills, error = spilled(compiled, TARGETS[target]), ""
+        spills, error, found = spilled(compiled, TARGETS[target]), "", races(compiled.asm["ttgir"])
     except Exception as failed:  # whatever the compiler's passes and tools raise: every other key is tried as well
         spills, error = 0, f"{type(failed).__name__}: {failed}"
-    return Compiled(op, time.perf_counter() - began, spills, error)
+    return Compiled(op, time.perf_counter() - began, spills, error, found)
 
 
 def once_per_kernel(keys: Iterable[Key]) -> list[Key]:
-    """Returns of each op the key with most operands, the last of those in their order."""
-    found: dict[str, Key] = {}
+    """Returns of each op the key with most operands, the last of those in their order; another one with bfloat16."""
+    found: dict[tuple[str, bool], Key] = {}
     for key in keys:
-        if key[0] not in found or _operands(key) >= _operands(found[key[0]]):
-            found[key[0]] = key
+        which = key[0], _has_bfloat16(key)
+        if which not in found or _operands(key) >= _operands(found[which]):
+            found[which] = key
     return list(found.values())
+
+
+def _has_bfloat16(key: Key) -> bool:
+    stored = {value % ALIGNED for name, _, value in key[2] if name in ("PARAMS", "GRADS", "TENSORS")}
+    return bool(stored - {FP32, FP16}) or any(kind == "*bf16" for _, kind, _ in key[2])
 
 
 def _operands(key: Key) -> int:
@@ -103,16 +125,20 @@ def _compile_all(keys: list[Key], target: str, processes: int) -> Iterator[Compi
         yield from pool.imap(work, keys)
 
 
-def run(keys: list[Key], target: str, processes: int) -> list[str]:
-    """Compiles keys, printing as it goes, then a table; returns what failed and what spills, each with its key."""
+def run(keys: list[Key], target: str, processes: int, any_spills: bool = False) -> list[str]:
+    """Compiles keys, printing as it goes, then a table; returns what failed, races, or spills, each with its key."""
     wrong: list[str] = []
+    compiled = 0
     of_op: dict[str, list[Compiled]] = defaultdict(list)
     if target == "gfx942" and (why := unlinked(keys[0])):
         print(f"gfx942 can't be linked here, and is compiled to assembly: {why}")
     for number, (key, each) in enumerate(zip(keys, _compile_all(keys, target, processes), strict=True), 1):
         of_op[each.op].append(each)
-        if each.error or each.spills:
-            wrong.append(f"{target}: {each.error or f'spills {each.spills} bytes'}\n  {said(key)}")
+        compiled += not each.error
+        if any_spills:
+            each = each._replace(spills=0)
+        if each.wrong:
+            wrong.append(f"{target}: {each.wrong}\n  {said(key)}")
             print(wrong[-1], flush=True)
         if number % 25 == 0:
             print(f"{number} of {len(keys)} keys for {target}", flush=True)
@@ -121,6 +147,7 @@ def run(keys: list[Key], target: str, processes: int) -> list[str]:
         slowest, spills = max(each.seconds for each in found), sum(each.spills > 0 for each in found)
         print(f"{op:20} {target:7} {len(found):4} {slowest:9.2f} {spills:6}")
     print(f"{len(keys)} keys for {target}: {len(wrong)} wrong", flush=True)
+    print(f"{compiled} of {len(keys)} keys compiled for {target} with Triton {triton.__version__}", flush=True)
     return wrong
 
 
@@ -131,11 +158,14 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", required=True, help="may be given again")
     parser.add_argument("--once-per-kernel", action="store_true", help="of each kernel the key with most operands")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--any-spills", action="store_true", help="another compiler's spills are its own affair")
     arguments = parser.parse_args()
     keys = json.loads(arguments.keys.read_text())
     if arguments.once_per_kernel:
         keys = once_per_kernel(keys)
-    wrong = [text for target in arguments.target for text in run(keys, target, arguments.processes)]
+    wrong = [
+        text for target in arguments.target for text in run(keys, target, arguments.processes, arguments.any_spills)
+    ]
     print("\n".join(wrong) or "all keys compile, and none spills")
     return 1 if wrong else 0
 

@@ -65,11 +65,15 @@ def compiling(path: Path, *arguments: str, program: tuple[str, ...] = ("-m", "be
     return result.returncode, result.stdout + result.stderr
 
 
-def compiled(path: Path, target: str, count: int, *arguments: str) -> list[str]:
-    """Compile so many keys; return the kernels of those that spill 8 bytes, after nothing else was wrong."""
+def compiled(path: Path, target: str, count: int | None, *arguments: str) -> list[str]:
+    """Compile so many keys, None: one or two of each kernel; return the kernels of those that spill 8 bytes.
+
+    Nothing else may be wrong.
+    """
     status, printed = compiling(path, "--target", target, "--processes", "2", *arguments)
     print(printed)
-    told = printed.rpartition(f"{count} keys for {target}: ")[2]
+    keys, told = re.findall(rf"^(\d+) keys for {target}: (\d+ wrong\n.*)", printed, re.MULTILINE | re.DOTALL)[-1]
+    assert int(keys) == count if count is not None else len(IN_STEPS) <= int(keys) <= 2 * len(IN_STEPS)
     spilling = re.findall(rf"^{target}: spills 8 bytes\n  (\w+), ", told, re.MULTILINE)
     assert told.startswith(f"{len(spilling)} wrong\n"), printed
     assert status == (1 if spilling else 0), printed
@@ -201,8 +205,8 @@ def test_no_function_for_triton_returns_none_by_name():
 @pytest.mark.timeout(900)
 def test_every_key_compiles_for_sm_90_and_every_kernel_for_the_other_targets(all_keys, written):
     assert compiled(written, "sm_90", len(all_keys[0])) in ([], SPILLING["sm_90"])
-    for target in ("sm_80", "sm_100", "gfx942"):
-        spilling = compiled(written, target, len(IN_STEPS), "--once-per-kernel")
+    for target in ("sm_75", "sm_80", "sm_100", "gfx942"):
+        spilling = compiled(written, target, None, "--once-per-kernel")
         assert set(spilling) <= set(SPILLING.get(target, []))
 
 

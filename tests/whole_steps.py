@@ -6,13 +6,15 @@ their layout has blocks of 1024, and numbers of blocks that are neither 1 nor mu
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from launch_keys import Key, recording
+from launch_keys import Key, recording, write
 from optimizers import by_name, objects
 from ranks import run_ranks
 from sharded import like, make_mesh, sharded_parameters
@@ -440,3 +442,7 @@ def keys_of_all() -> tuple[set[Key], dict[str, set[str]]]:
             except Exception as error:
                 raise AssertionError(f"{name}: {error}") from error
     return keys.union(*_in_processes()), phases
+
+
+if __name__ == "__main__":  # a process of its own, for programs: TRITON_INTERPRET=1 python tests/whole_steps.py FILE
+    write(keys_of_all()[0], Path(sys.argv[1]))
