@@ -111,7 +111,8 @@ class CompressingOptimizer(DistributedOptimizer):
         return self._say_where(self.reducer.describe())
 
     def settle(self) -> None:
-        self.reducer.settle()
+        with self.whole("a look at residuals"):
+            self.reducer.settle()
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *self.reducer.state()]

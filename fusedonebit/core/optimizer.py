@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from . import copies, step_op
 from .arguments import settling
 from .first_contact import NO_GRADIENT, FirstSteps, introduce, speaks
 from .handshake import ddp_averages, warn_of_averages
+from .interrupts import SignalsWait
 from .options import Made
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
 from .settings import Options, Params
@@ -37,6 +38,22 @@ NOTHING_TRAINS = (
     "no parameter of this {} requires gradients, so that step() changes nothing: pass model.parameters(), not the "
     "tensors of a state_dict(), or add_param_group() what is to train"
 )
+
+
+class Before(NamedTuple):
+    """What an optimizer has counted before a step, to which it goes back if the step is not taken."""
+
+    step_count: dict[str, Any]
+    attempts: int
+    looked_at: int
+    averaged_elsewhere: bool | None
+    traffic: dict[str, Any]
+
+    @classmethod
+    def of(cls, optimizer: DistributedOptimizer) -> Before:
+        """Note it."""
+        counts = dict(vars(optimizer.step_count)), optimizer.outcomes.attempts, optimizer.first_steps.looked_at
+        return cls(*counts, optimizer.averaged_elsewhere, dict(vars(optimizer.transport.traffic)))
 
 
 class DistributedOptimizer(Keeper):
@@ -81,6 +98,8 @@ class DistributedOptimizer(Keeper):
         self.overflowed = torch.zeros(1, device=self.device)
         self._grad_norm = torch.zeros((), device=self.device)
         self._begun = self.averaged = False
+        self._before: Before | None = None  # what the present step has counted so far is taken back by, if it fails
+        self._changing = False  # what half done is no state to go on from
         self._step_number: int | Tensor = 0
         self._captures = False
         self._scales: Scaling | None = None  # made where anybody clips, or scales a loss
@@ -122,7 +141,10 @@ class DistributedOptimizer(Keeper):
             NonFiniteGradientError: with ``nonfinite="raise"``, on every rank.
             AbortedStepError, OutOfStepError: on every rank. After any of these parameters and step
                 counts are as before; compressing optimizers keep the gradients as residual.
-            CollectiveError: if a rank died or hangs; restart from a checkpoint.
+            CollectiveError: if a rank died or hangs; restart from a checkpoint. So do all calls after a step that
+                another exception has ended while it changed parameters; before that, and after, the step is none, or
+                whole. Ctrl-C, and what else signals' handlers raise, waits until the step is whole; a second signal
+                does not.
             RuntimeError, TypeError, ValueError: if this rank's parameters or gradients can't be used.
         """
         loss = None
@@ -148,31 +170,48 @@ class DistributedOptimizer(Keeper):
 
         Where one rank makes gradients for another purpose, such as a saliency map, drop them by ``model.zero_grad()``.
         """
-        self.step_count.clear(self.parameters.owners)
-        super().zero_grad(set_to_none)
-        self.step_count.cleared(self.parameters.owners)
+        with SignalsWait():
+            self.step_count.clear(self.parameters.owners)
+            super().zero_grad(set_to_none)
+            self.step_count.cleared(self.parameters.owners)
 
     # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
         """Take a step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
-        try:
-            self._step_or_raise(given, params, checked)
-        except Exception:
-            self.step_count.forget()  # the same gradients may well be given again
-            # A GradScaler removes what it has set only after a step that ends well.
-            for name in SCALER_ATTRIBUTES:
-                vars(self).pop(name, None)
-            raise
+        with SignalsWait():
+            try:
+                self._step_or_raise(given, params, checked)
+            except BaseException as error:
+                self._end_early(error)
+                self.step_count.forget()  # the same gradients may well be given again
+                # A GradScaler removes what it has set only after a step that ends well.
+                for name in SCALER_ATTRIBUTES:
+                    vars(self).pop(name, None)
+                raise
+
+    def _end_early(self, error: BaseException) -> None:
+        """Take back what a step has counted that has not begun to move anything; close after one that has."""
+        before, self._before = self._before, None
+        if before is not None:
+            self.step_count.undo(before.step_count)
+            self.outcomes.attempts, self.first_steps.looked_at = before.attempts, before.looked_at
+            self.averaged_elsewhere = before.averaged_elsewhere
+            vars(self.transport.traffic).update(before.traffic)
+            self.coefficients.forget()
+        elif self._changing:
+            self.outcomes.attempts -= not self._captures  # it was none
+            self.close("a step", error)
 
     def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
         self._opt_called = True  # for schedulers
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         self._captures = captured = self._captured()
         if not captured:
             self.outcomes.absorb_replays()
         self.begin_step(captured)
+        self._before = Before.of(self)
         self._step_number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
         try:
@@ -193,16 +232,20 @@ class DistributedOptimizer(Keeper):
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         self._missing = () if error is not None else self.parameters.missing(grads)
         with self.parameters.standing_in(self.parameters.params if params is None else params):
-            flags = self._synchronise_and_update(grads, error is not None, captured)
+            coef = self._ready()
+            # From here on nothing is taken back: other ranks go on.
+            self._changing, self._before = not captured, None
+            flags = self._synchronise_and_update(grads, coef, error is not None, captured)
         self._advance(flags)
         error = self._error_due(error)
+        # What replays count comes to the host when one asks.
+        known = [] if captured else self.outcomes.record(self._known(flags), failed=error is not None)
         if error is not None:
-            if not captured:
-                self.outcomes.record_own_failure(self._known(flags))
             self.step_count.fail()
+        self._begun = self.averaged = self._changing = False
+        if error is not None:
             raise error
-        if not captured:  # what replays count comes to the host when one asks
-            self.outcomes.record(self._known(flags), self._describe)
+        self.outcomes.act(known, self._describe)
         if looks and len(self._missing) == len(self.parameters) and self._has_nobody():
             said.append(NO_GRADIENT)
         self.first_steps.say(self, said)
@@ -280,35 +323,34 @@ class DistributedOptimizer(Keeper):
         """Enter the stage of the coming step, once; DDP's hook may come before ``step``."""
         if self._begun:
             return
-        if not captured:
-            with self._breaking():
-                if self.just_loaded:
-                    self.agree_on_loaded()
+        with SignalsWait(), self._breaking():
+            if not captured and self.just_loaded:
+                self.agree_on_loaded()
                 self.just_loaded = False
-        self.transport.traffic.start_step()
-        self.inside.traffic.start_step()
-        if not captured:
-            with self._breaking():
+            self.transport.traffic.start_step()
+            self.inside.traffic.start_step()
+            if not captured:
                 self._enter_phase()
-        self._begun = True
+            self._begun, self._changing = True, False
 
     def _enter_phase(self) -> None:
-        """Change the stage if it is time; the same on all ranks."""
+        """Change the stage if it is time; the same on all ranks. Say so by ``_changing`` before anything is changed."""
 
-    def _synchronise_and_update(self, grads: Sequence[Tensor], abort: bool, captured: bool) -> Tensor:
+    def _ready(self) -> Tensor:
+        """Return the coefficients of the step that is about to be taken."""
         self._absent = None
-        try:
-            self.coefficients.begin(self._renews_on_the_way and self._rounding is None)
-            coef = self.coefficient_table()
-            self.coefficients.lend()
-            self.outcomes.attempts += not captured
-            with self._breaking(begun=not captured):
-                self.parameters.before_update()
-                flags = self._exchange(grads, coef, abort)
-                self.parameters.after_update()
-                return flags
-        finally:
-            self._begun = self.averaged = False
+        self.coefficients.begin(self._renews_on_the_way and self._rounding is None)
+        coef = self.coefficient_table()
+        self.coefficients.lend()
+        self.parameters.before_update()
+        return coef
+
+    def _synchronise_and_update(self, grads: Sequence[Tensor], coef: Tensor, abort: bool, captured: bool) -> Tensor:
+        self.outcomes.attempts += not captured
+        with self._breaking(begun=not captured):
+            flags = self._exchange(grads, coef, abort)
+            self.parameters.after_update()
+            return flags
 
     def _agree(self, grads: Sequence[Tensor], coef: Tensor, transport: Transport, **how: Any) -> Agreed:
         """Agree on what gradients are multiplied with, and on holding still, and note it; ``how``: see ``Scaling``."""
@@ -326,13 +368,20 @@ class DistributedOptimizer(Keeper):
 
     @contextmanager
     def _breaking(self, begun: bool = False) -> Iterator[None]:
-        """Refuse all further steps once a collective has failed: half an exchange may be done."""
+        """Refuse all further steps once a collective has failed, or was left: half an exchange may be done."""
         try:
             yield
         except CollectiveError as failure:
             self.outcomes.attempts -= begun  # it was none
+            self._changing = False
             self.broken = f"after {self.outcomes.updates} updates, {failure}"
             raise CollectiveError(self.broken) from failure
+        except BaseException as error:
+            # Errors that all ranks raise change nothing.
+            alone = self.transport.world_size == self.shards.count == 1
+            if not begun and (self._changing or not (alone or isinstance(error, Exception))):
+                self.close("the beginning of a step", error)
+            raise
 
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
@@ -517,9 +566,10 @@ class DistributedOptimizer(Keeper):
         """Return this rank's state: tensors and plain values only; see ``core.state.saving``, and ``dcp``.
 
         Raises:
-            CollectiveError: after a step that ended so: half an exchange is no state to go on from.
+            CollectiveError: after a step that ended so, or was interrupted while it changed parameters: half a step is
+                no state to go on from.
         """
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         saving.call_hooks(self, "state_dict_pre")
         saved = saving.save(self) if self.expected_header is None else saving.template(self, *self.expected_header)
         if not self._optimizer_state_dict_post_hooks:

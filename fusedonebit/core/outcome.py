@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..comm import Flag
 from ..errors import AbortedStepError, NonFiniteGradientError, OutOfStepError, warn
 from ..triton_kernels.headers import PARTLY
+from .interrupts import SignalsWait
 from .telemetry import HostMirror
 
 Describe = Callable[[Flag], str]
@@ -54,16 +55,26 @@ class Outcomes:
         self.attempts, self.skipped = updates + skipped, skipped
         self._arrived = self.attempts
 
-    def record(self, flags: Tensor | int, describe: Describe) -> None:
-        """Take the flags, int32 [1], of the step that has just ended; what they tell of is raised on every rank.
+    def record(self, flags: Tensor | int, failed: bool = False) -> list[int]:
+        """Count by the flags, int32 [1], of the step that has just ended; return what has arrived, for ``act``.
+
+        ``failed``: whether this rank is about to raise an error of its own instead.
+        """
+        arrived = self._mirror.push(flags)
+        if failed or self._nonfinite == "raise":
+            arrived += self._mirror.flush()
+        for each in arrived:
+            self._count(each)
+        return arrived
+
+    def act(self, counted: Sequence[int], describe: Describe) -> None:
+        """Raise on every rank, or warn of, what flags tell that were counted.
 
         ``describe`` is called with MISMATCH or VETO for the details. It is not kept: it belongs to an optimizer, which
         would then be part of a reference cycle.
         """
-        for arrived in self._mirror.push(flags):
-            self._act(arrived, describe)
-        if self._nonfinite == "raise":
-            self.catch_up(describe)
+        for flags in counted:
+            self._act(flags, describe)
 
     def counters(self, captured: bool) -> Tensor | None:
         """Return what the op that ends a step counts besides, where steps may be captured.
@@ -100,11 +111,6 @@ class Outcomes:
                 "skipped; every rank must replay equally often"
             )
 
-    def record_own_failure(self, flags: Tensor | int) -> None:
-        """Do what ``record`` does, on the rank whose own error is about to be raised."""
-        for arrived in [*self._mirror.push(flags), *self._mirror.flush()]:
-            self._count(arrived)
-
     def was_skipped(self, attempt: int) -> bool | None:
         """Return whether one of the last attempts was skipped; None until all ranks know, however early one looks."""
         return self.seems_skipped(attempt) if self.attempts >= attempt + self._mirror.depth else None
@@ -118,10 +124,13 @@ class Outcomes:
         return self.veto_at is not None and self.attempts >= self.veto_at + self._mirror.depth
 
     def catch_up(self, describe: Describe) -> None:
-        """Wait for what is under way and act on it; raise as ``record`` does."""
+        """Wait for what is under way, count it and act on it; raise as ``act`` does."""
         self.absorb_replays()
-        for arrived in self._mirror.flush():
-            self._act(arrived, describe)
+        with SignalsWait():
+            arrived = self._mirror.flush()
+            for each in arrived:
+                self._count(each)
+        self.act(arrived, describe)
 
     def _count(self, flags: int) -> None:
         self._arrived += 1
@@ -135,7 +144,6 @@ class Outcomes:
             self.veto_at = self._arrived if self.veto_at is None else self.veto_at
 
     def _act(self, flags: int, describe: Describe) -> None:
-        self._count(flags)
         if flags == PARTLY:
             self._warn_of_elements()
         flags &= ~PARTLY

@@ -168,8 +168,9 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         for bucket in self._buckets_of[i]:
             self._waiting[bucket] -= 1
         while self._next > 0 and self._waiting[self._next] == 0:
-            self._start(optimizer, self._next)
-            self._next -= 1
+            with optimizer.whole("a backward pass that sends buckets"):
+                self._start(optimizer, self._next)
+                self._next -= 1
 
     def _start(self, optimizer: FeedbackOptimizer, bucket: int) -> None:
         grads = [optimizer.nothing] * len(self._buckets_of)

@@ -289,22 +289,22 @@ class ParameterList:
         """Update ``tensors`` instead of the parameters: a compiler's stand-ins, which may be the same or copies."""
         dense, staged = self.dense, self._staged
         if tensors is self.params or all(map(operator.is_, tensors, self.params)):
-            self.dense = listed = self._listed(tensors is self.params)
-            self._dense_facts = listed.facts
             try:
+                self.dense = listed = self._listed(tensors is self.params)
+                self._dense_facts = listed.facts
                 yield
             finally:
                 self.dense = dense
             return
         own = [d is p for d, p in zip(dense, self.params, strict=True)]
         in_place = [t.stride() == strides for t, strides in zip(tensors, self._strides, strict=True)]
-        self.dense = [
-            (t if ok else d.detach().clone()) if o else d
-            for t, d, o, ok in zip(tensors, dense, own, in_place, strict=True)
-        ]
-        self._staged = [*staged, *(i for i, (o, ok) in enumerate(zip(own, in_place, strict=True)) if o and not ok)]
-        self._targets = tensors
         try:
+            self.dense = [
+                (t if ok else d.detach().clone()) if o else d
+                for t, d, o, ok in zip(tensors, dense, own, in_place, strict=True)
+            ]
+            self._staged = [*staged, *(i for i, (o, ok) in enumerate(zip(own, in_place, strict=True)) if o and not ok)]
+            self._targets = tensors
             yield
         finally:
             self.dense, self._staged, self._targets = dense, staged, self.params

@@ -98,6 +98,11 @@ class StepCount:
         self.total = self._before + 1
         self._tell_device(self.total + 1)
 
+    def undo(self, before: dict[str, Any]) -> None:
+        """Go back to what was ``before`` the last ``take``: its step was none, and nobody has heard of it."""
+        vars(self).update({name: value for name, value in before.items() if name != "_on_device"})
+        self._tell_device(self.total + 1)
+
     def capture(self) -> Tensor:
         """Return the number of the step that is being captured, in each replay another: int32 [], on the device."""
         assert self.of_replays is not None  # allocated before the capture, or each replay would fill it
@@ -119,6 +124,7 @@ class StepCount:
 
     def _tell_device(self, number: int) -> None:
         if self.of_replays is not None and number != self._on_device:
+            self._on_device = -1  # until it is there
             self.of_replays.fill_(as_word(number))
         self._on_device = number
 

@@ -147,6 +147,7 @@ class AdamW(AdamUpdate):
     def update_early(self, bucket: Bucket) -> None:
         """Update a bucket in the backward pass; with the first one of a step that begins."""
         assert self._release is not None
+        self.refuse_if_broken()
         grads = self.parameters.usable_of(bucket.members, self.nothing)
         first = not self._release.done
         if first:
@@ -157,8 +158,10 @@ class AdamW(AdamUpdate):
         coef = self.coefficient_table()
         if first:
             self._released_with = self.coefficients.tag
-        self._update_bucket(bucket, grads, coef, first)
-        self.parameters.after_update(bucket.members)
+        with self.whole("a backward pass that updates parameters"):
+            self._update_bucket(bucket, grads, coef, first)
+            self.parameters.after_update(bucket.members)
+            self._release.use_up(self.parameters.owners, bucket)
 
     def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:
         """Do for one bucket what ``_update`` does for all of them; it is the ``first`` of its step, or not."""

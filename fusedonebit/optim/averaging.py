@@ -158,10 +158,10 @@ class AveragingOptimizer(DistributedOptimizer):
         tail = torch.zeros(TAIL + len(self.layout.sizes), device=self.device)
         handshake = self._make_handshake(skips=True)
         handshake.write(tail, False, None)
-        with self._breaking():
+        with self.whole("zero_grad()"), self._breaking(begun=True):
             self.transport.all_reduce(tail)
-        flags, _ = handshake.read(tail)
-        self.averaged = False
+            flags, _ = handshake.read(tail)
+            self.averaged = False
         if int(flags):
             raise OutOfStepError(
                 f"ranks are out of step after {self.outcomes.updates} updates: this rank throws away by zero_grad() "

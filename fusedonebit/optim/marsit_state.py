@@ -140,7 +140,7 @@ class MarsitState(RoundOptimizer):
                 f"add_param_group must be called between two rounds, not after {self._local} of "
                 f"{self.options.local_steps} local steps; take the others first"
             )
-        self.reducer.settle()
+        self.settle()
         self.catch_up()
         before, counted = self.reducer, self._counted()
         super().add_param_group(param_group)
@@ -202,7 +202,7 @@ class MarsitState(RoundOptimizer):
     def compensation(self, param: Tensor) -> Tensor:
         """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
         i = self._index(param)
-        self.reducer.settle()
+        self.settle()
         return self.parameters.shaped(self.reducer.compensated, i, self.layout.offset(i)).clone()
 
     def owed(self) -> float:

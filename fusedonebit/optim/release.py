@@ -7,7 +7,7 @@ it: there the update is counted, and parameters are updated of whose bucket not 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,7 +55,7 @@ class UpdatesEarly(Protocol):
     ddp_attached: bool
 
     def update_early(self, bucket: Bucket) -> None:
-        """Update the parameters of a bucket by the gradients that they have now."""
+        """Update the parameters of a bucket by the gradients that they have now, and ``Release.use_up`` those."""
 
 
 class Release(Arrivals):
@@ -124,11 +124,13 @@ class Release(Arrivals):
         number = self._bucket_of[i]
         self._waiting[number] -= 1
         if not self._waiting[number]:
-            bucket = self.buckets[number]
-            optimizer.update_early(bucket)
-            self.done.update(_each(bucket))
-            for owner in optimizer.parameters.owners[bucket.members]:
-                owner.grad = None
+            optimizer.update_early(self.buckets[number])
+
+    def use_up(self, owners: Sequence[Tensor], bucket: Bucket) -> None:
+        """Take note that a bucket was updated, and free its gradients; ``owners`` are all parameters."""
+        self.done.update(_each(bucket))
+        for owner in owners[bucket.members]:
+            owner.grad = None
 
 
 def _each(bucket: Bucket) -> range:

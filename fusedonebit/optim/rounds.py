@@ -117,7 +117,8 @@ class RoundOptimizer(CompressingOptimizer):
     def _take_back_skipped(self) -> None:
         """Tell how rounds ended, as soon as all ranks know."""
         while self._unsettled and (skipped := self.outcomes.was_skipped(self._unsettled[0][0])) is not None:
-            self._settle_round(self._unsettled.pop(0)[1], skipped)
+            with self.whole("the end of a round"):
+                self._settle_round(self._unsettled.pop(0)[1], skipped)
 
     def _settle_round(self, this: Any, skipped: bool) -> None:
         raise NotImplementedError

@@ -106,6 +106,7 @@ class OneBitOptimizer(TwoStageState):
             if vetoed or (every > 0 and self._has_updates((self._frozen_at or 0) + every)):
                 self._rewarm(vetoed)
             elif self.living is not None:
+                self._changing = True
                 self.living.begin_step(self)
         elif watched is not None and watched.due():
             self._freeze()
@@ -129,6 +130,7 @@ class OneBitOptimizer(TwoStageState):
                 "with the state of an earlier run before the first step, or set freeze_step >= 1"
             )
         keep = self.options.dead_coordinates == "keep"
+        self._changing = True
         with self._moments_in_float32():
             dead, last = self._change_moments(keep)
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
@@ -183,6 +185,7 @@ class OneBitOptimizer(TwoStageState):
         After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
         """
         self.catch_up()
+        self._changing = True
         if self.living is not None:
             self.living.settle(self)
         self.outcomes.veto_at = None  # also one that was still under way: this is what it asks for

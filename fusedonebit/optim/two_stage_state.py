@@ -221,7 +221,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         if self.compressed:
             if self.living is not None:
                 self.living.settle(self)
-            self.reducer.settle()
+            super().settle()
 
     def _held(self) -> list[Tensor]:
         living = [] if self.living is None else self.living.state()
@@ -359,7 +359,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         i = self._index(param)
         if self._phase == "warmup":
             return torch.zeros_like(self.parameters.params[i], dtype=torch.float32)
-        self.reducer.settle()
+        super().settle()
         return self._in_momentum_units(self._values_of("exp_avg", i), i)
 
     def momentum(self, param: Tensor) -> Tensor:

@@ -123,6 +123,7 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         if self._local == 0:
             if not self._plan:
                 self._plan_from(self._done)
+            self._changing = True
             self._round = self._plan.pop(0)
             self._tag = self._round.steps
         last = self._local == self._round.steps - 1

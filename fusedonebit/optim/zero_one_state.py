@@ -404,7 +404,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         parameters: what is still to be subtracted from them.
         """
         i = self._index(param)
-        self.reducer.settle()
+        self.settle()
         return self.parameters.shaped(self.reducer.worker.compensated, i, self.layout.offset(i)).clone()
 
     def stats(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +29,7 @@ from ...triton_kernels.tables import tables_of
 from ..arguments import check_keys
 from ..consensus import check_corrections, check_device, check_masks, check_rounding, failure
 from ..given import first_device, first_mesh, materialise, materialise_group
+from ..interrupts import SignalsWait
 from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
 from ..outcome import Outcomes
 from ..params import ParameterList
@@ -391,8 +393,12 @@ class Keeper(torch.optim.Optimizer):
                 "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
                 "construct a new optimizer"
             )
-        self._refuse_if_broken()
+        self.refuse_if_broken()
         self.catch_up()
+        with SignalsWait():
+            self._add_to_built(param_group)
+
+    def _add_to_built(self, param_group: dict[str, Any]) -> None:
         self.parameters.refresh_masters()
         kept = {
             p: {k: v.clone() for k, v in self.state[p].items() if k in self.published} for p in self.parameters.owners
@@ -406,22 +412,23 @@ class Keeper(torch.optim.Optimizer):
         outcomes, updates = self.outcomes, self.updates
         try:
             self._agree_on_everything(failure(lambda: self._take_group(param_group)))
-        except Exception:
+        except BaseException:
             self.parameters, self.replicas, self.param_groups = before
             raise
-        self.given_block_size = None  # a checkpoint's was for the old groups; a run that has loaded none chooses anew
-        self.build()
-        self.outcomes, self.updates = outcomes, updates
-        for i, p in enumerate(self.parameters.owners):
-            for spec, column in zip(specs, tables.get(id(p), ()), strict=False):
-                spec.tensor(self)[..., i] = column
-            for spec, part in zip(coded, decoded.get(id(p), ()), strict=False):
-                self.keep_part(spec, i, part)
-            if id(p) in masters:
-                self.parameters.load_master(i, masters[id(p)])
-        for p, state in kept.items():
-            for key, value in state.items():
-                self.state[p][key].copy_(value)
+        with self.whole("add_param_group()"):
+            self.given_block_size = None  # a checkpoint's was for the old groups; who has loaded none chooses anew
+            self.build()
+            self.outcomes, self.updates = outcomes, updates
+            for i, p in enumerate(self.parameters.owners):
+                for spec, column in zip(specs, tables.get(id(p), ()), strict=False):
+                    spec.tensor(self)[..., i] = column
+                for spec, part in zip(coded, decoded.get(id(p), ()), strict=False):
+                    self.keep_part(spec, i, part)
+                if id(p) in masters:
+                    self.parameters.load_master(i, masters[id(p)])
+            for p, state in kept.items():
+                for key, value in state.items():
+                    self.state[p][key].copy_(value)
 
     def _take_group(self, param_group: dict[str, Any]) -> None:
         self._add_group(materialise_group(param_group))
@@ -517,7 +524,30 @@ class Keeper(torch.optim.Optimizer):
         """Return details of why a step was skipped."""
         raise NotImplementedError
 
-    def _refuse_if_broken(self) -> None:
+    @contextmanager
+    def whole(self, what: str) -> Iterator[None]:
+        """Let signals wait while ``what`` is done; close after any exception."""
+        with SignalsWait():
+            try:
+                yield
+            except BaseException as error:
+                self.close(what, error)
+                raise
+
+    def close(self, what: str, error: BaseException) -> None:
+        """Refuse to go on: ``error`` has interrupted ``what``, of which half may be done."""
+        if self.broken:
+            return
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self.broken = (
+            f"after {self.outcomes.updates} updates {what} was interrupted ({cause}), half of which may be done. "
+            "Load a checkpoint, on all ranks"
+        )
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"{type(self).__name__} can't go on: {self.broken}")
+
+    def refuse_if_broken(self) -> None:
+        """Raise CollectiveError if half of something may be done."""
         if self.broken:
             raise CollectiveError(f"this optimizer can't go on: {self.broken}")
 

@@ -45,9 +45,9 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
         error = caught
     keeper.agree_on(facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
     try:
-        _take_up(keeper, state_dict, header, states)
+        with keeper.whole("load_state_dict()"):
+            _take_up(keeper, state_dict, header, states)
     except Exception as caught:
-        keeper.broken = f"load_state_dict failed half-way: {caught}"
         error = caught
     if error is None:
         error = failure(lambda: call_hooks(keeper, "load_state_dict_post"))

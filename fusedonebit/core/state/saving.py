@@ -52,8 +52,10 @@ def call_hooks(optimizer: Optimizer, kind: str, *state_dict: Any) -> Any:
 
 def save(keeper: Keeper) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
+    keeper.refuse_if_broken()
     keeper.catch_up()
-    keeper.settle()
+    with keeper.whole("saving"):
+        keeper.settle()
     packed = _packed(keeper)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
