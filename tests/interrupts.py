@@ -6,6 +6,7 @@ exception is raised. Real signals come at random times, from another thread.
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import random
@@ -91,7 +92,10 @@ def at_line(number: int, what: Callable[[], object]) -> Iterator[list[int]]:
     def look(frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line":
+        # Where a block of ``with`` ends tracers see its first line once more, at which Python raises nothing.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
+            "with "
+        ):
             lines[0] += 1
             if lines[0] == number:
                 sys.settrace(None)

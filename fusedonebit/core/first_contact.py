@@ -112,7 +112,7 @@ class FirstSteps:
         if optimizer.transport.world_size > 1 and optimizer.shards.count == 1 and present:
             norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in present]).norm()
             total = torch.stack([g.sum(dtype=torch.float32) for g in present]).sum()
-            self._seen.append((float(norm), float(total)))
+            self._seen = [*self._seen, (float(norm), float(total))]
             if clipped(self._seen) and not averaged:
                 found.append(CLIPPED.format(norm=self._seen[-1][0], name=type(optimizer).__name__))
         return found

@@ -13,6 +13,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 SIGNALS = [
@@ -30,9 +32,10 @@ PATIENCE = 10.0
 
 _handlers: dict[int, Any] = {}
 """The user's, while signals wait."""
-_waiting: dict[int, object] = {}
+_waiting: dict[int, FrameType | None] = {}
 """Signals that have arrived, and in which section."""
-_section: object = None
+_section: FrameType | None = None
+"""The frame in which signals wait. If that has ended, another exception has left ``__exit__`` half-way."""
 
 
 class SignalsWait:
@@ -45,9 +48,10 @@ class SignalsWait:
 
     def __enter__(self) -> None:
         global _section
-        if _section is not None or threading.get_ident() != threading.main_thread().ident:
+        frame = sys._getframe(1)
+        if threading.get_ident() != threading.main_thread().ident or (_section is not None and _is_within(frame)):
             return
-        _section, self._mine = self, True
+        _section, self._mine = frame, True
         try:
             for number in SIGNALS:
                 handler = _signal.getsignal(number)
@@ -55,7 +59,7 @@ class SignalsWait:
                     _handlers[number] = handler
                     _signal.signal(number, _note)
         except BaseException:  # of a signal that has arrived before its turn
-            self.__exit__()
+            SignalsWait.__exit__(self)
             raise
 
     def __exit__(self, *_: object) -> None:
@@ -77,9 +81,27 @@ class SignalsWait:
             raise error
 
 
-def _note(number: int, frame: Any) -> None:
-    if number in _waiting:
-        _waiting.pop(number)
+class Whole(SignalsWait):
+    """Also calls ``close`` with whatever exception ends it early."""
+
+    def __init__(self, close: Callable[[BaseException], None]) -> None:
+        self._close = close
+
+    def __exit__(self, *raised: Any) -> None:
+        if raised[1] is not None:
+            self._close(raised[1])
+        super().__exit__()
+
+
+def _is_within(frame: FrameType | None) -> bool:
+    while frame is not None and frame is not _section:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if number in _waiting or not _is_within(frame):
+        _waiting.pop(number, None)
         _handlers[number](number, frame)
         return
     _waiting[number] = _section
@@ -87,13 +109,13 @@ def _note(number: int, frame: Any) -> None:
     _thread.start_new_thread(_remind, (number, _section))
 
 
-def _remind(number: int, section: object) -> None:
+def _remind(number: int, section: FrameType | None) -> None:
     patience = TOLD_AFTER if number == _signal.SIGINT else PATIENCE
     time.sleep(patience)
-    if _waiting.get(number) is not section:
+    if section is None or _waiting.get(number) is not section:
         return
     if number == _signal.SIGINT:
         text = "\nfusedonebit: finishing the step; Ctrl-C again stops now, and this optimizer can't go on then\n"
         os.write(2, text.encode())
     else:
-        _signal.raise_signal(number)
+        _signal.pthread_kill(threading.main_thread().ident, number)  # which wakes it where it sleeps

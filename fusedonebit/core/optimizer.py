@@ -45,14 +45,14 @@ class Before(NamedTuple):
 
     step_count: dict[str, Any]
     attempts: int
-    looked_at: int
+    first_steps: dict[str, Any]
     averaged_elsewhere: bool | None
     traffic: dict[str, Any]
 
     @classmethod
     def of(cls, optimizer: DistributedOptimizer) -> Before:
         """Note it."""
-        counts = dict(vars(optimizer.step_count)), optimizer.outcomes.attempts, optimizer.first_steps.looked_at
+        counts = dict(vars(optimizer.step_count)), optimizer.outcomes.attempts, dict(vars(optimizer.first_steps))
         return cls(*counts, optimizer.averaged_elsewhere, dict(vars(optimizer.transport.traffic)))
 
 
@@ -196,8 +196,8 @@ class DistributedOptimizer(Keeper):
         before, self._before = self._before, None
         if before is not None:
             self.step_count.undo(before.step_count)
-            self.outcomes.attempts, self.first_steps.looked_at = before.attempts, before.looked_at
-            self.averaged_elsewhere = before.averaged_elsewhere
+            self.outcomes.attempts, self.averaged_elsewhere = before.attempts, before.averaged_elsewhere
+            vars(self.first_steps).update(before.first_steps)
             vars(self.transport.traffic).update(before.traffic)
             self.coefficients.forget()
         elif self._changing:

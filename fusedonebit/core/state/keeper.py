@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +28,7 @@ from ...triton_kernels.tables import tables_of
 from ..arguments import check_keys
 from ..consensus import check_corrections, check_device, check_masks, check_rounding, failure
 from ..given import first_device, first_mesh, materialise, materialise_group
-from ..interrupts import SignalsWait
+from ..interrupts import SignalsWait, Whole
 from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
 from ..outcome import Outcomes
 from ..params import ParameterList
@@ -524,15 +523,9 @@ class Keeper(torch.optim.Optimizer):
         """Return details of why a step was skipped."""
         raise NotImplementedError
 
-    @contextmanager
-    def whole(self, what: str) -> Iterator[None]:
+    def whole(self, what: str) -> Whole:
         """Let signals wait while ``what`` is done; close after any exception."""
-        with SignalsWait():
-            try:
-                yield
-            except BaseException as error:
-                self.close(what, error)
-                raise
+        return Whole(lambda error: self.close(what, error))
 
     def close(self, what: str, error: BaseException) -> None:
         """Refuse to go on: ``error`` has interrupted ``what``, of which half may be done."""
