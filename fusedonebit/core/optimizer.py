@@ -562,6 +562,14 @@ class DistributedOptimizer(Keeper):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def plain_state(self) -> dict[str, Any]:
+        # Of a step that has begun, but was not taken: its stage is not entered twice.
+        return super().plain_state() | ({"begun": True} if self._begun else {})
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        super().resume(header)
+        self._begun = self.wrote(header) and header.get("begun", False)
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors and plain values only; see ``core.state.saving``, and ``dcp``.
 

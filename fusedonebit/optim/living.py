@@ -132,7 +132,11 @@ class LivingVariance:
         self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
         self._ease(optimizer)
-        self.due = asked or self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
+        self.due = asked or self._is_time
+
+    @property
+    def _is_time(self) -> bool:
+        return self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
 
     def _count_replays(self, replays: int) -> None:
         """Take note of steps that CUDA graphs have replayed meanwhile."""
@@ -180,6 +184,8 @@ class LivingVariance:
         self._mirror.refill(on_its_way)
         self.mean_sq.copy_(self.levels[MEAN])
         self._count(optimizer)
+        self._ease(optimizer)  # what a step that has begun already has decided
+        self.due = self._is_time
 
     # ---------------------------------------------------------------- what
 

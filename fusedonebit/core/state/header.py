@@ -93,6 +93,7 @@ BASE: dict[str, Rule] = {
     "updates": COUNT,
     "skipped": COUNT,
     "steps": COUNT,
+    "begun": FLAG,
     "world_size": POSITIVE,
     "rank": COUNT,
     "shards": POSITIVE,
