@@ -104,6 +104,7 @@ def train(
             if overflowing:
                 optimizer.begin_step()  # so that the freeze, if it is due, counts as before
             before = whole_state(optimizer) if overflowing else {}
+            before.pop("header begun", None)
             skipped = optimizer.stats()["skipped_steps"]
             if scaled and step != NAN_AT:
                 scaler.step(optimizer)

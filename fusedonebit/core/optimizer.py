@@ -563,10 +563,11 @@ class DistributedOptimizer(Keeper):
     # ---------------------------------------------------------------- checkpoints
 
     def plain_state(self) -> dict[str, Any]:
-        # Of a step that has begun, but was not taken: its stage is not entered twice.
+        """See ``Keeper``; of a step that has begun, but was not taken, also that its stage is not entered again."""
         return super().plain_state() | ({"begun": True} if self._begun else {})
 
     def resume(self, header: Mapping[str, Any]) -> None:
+        """See ``Keeper``."""
         super().resume(header)
         self._begun = self.wrote(header) and header.get("begun", False)
 
