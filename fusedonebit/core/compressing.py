@@ -111,6 +111,7 @@ class CompressingOptimizer(DistributedOptimizer):
         return self._say_where(self.reducer.describe())
 
     def settle(self) -> None:
+        self.reducer.check_idle()
         with self.whole("a look at residuals"):
             self.reducer.settle()
 

@@ -220,7 +220,8 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
     def settle(self) -> None:
         if self.compressed:
             if self.living is not None:
-                self.living.settle(self)
+                with self.whole("a renewal of the variance"):
+                    self.living.settle(self)
             super().settle()
 
     def _held(self) -> list[Tensor]:

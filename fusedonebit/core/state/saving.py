@@ -54,8 +54,7 @@ def save(keeper: Keeper) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
     keeper.refuse_if_broken()
     keeper.catch_up()
-    with keeper.whole("saving"):
-        keeper.settle()
+    keeper.settle()
     packed = _packed(keeper)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
