@@ -240,6 +240,7 @@ class CompressedAllReduce(Receiver):
         """See ``OnePart``."""
         assert self.squares is not None
         self.squares.exchange(self.transport)
+        self.heard(self.means.buffer)
 
     def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
         """See ``OnePart``."""
@@ -394,6 +395,7 @@ class CompressedAllReduce(Receiver):
         for server in self.sides[1:]:
             out[rank * chunk : (rank + 1) * chunk] += server.values()
         self.transport.all_reduce(out)
+        self.heard(out)
         for side in self.sides:
             side.forget()
 

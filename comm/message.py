@@ -71,6 +71,7 @@ class Told(NamedTuple):
         drawn: Updates done, int64 [], with which residuals and squares are rounded. None: all are float32.
         unite: Adds to this rank's flags, int32 [1], those of other ranks that skip a step with it, before they travel;
             servers then do the same there. None: there are none.
+        updates: Done so far, int64 [], equal on all ranks: part of what the next messages' digests compare; or None.
     """
 
     tag: int = 0
@@ -87,6 +88,7 @@ class Told(NamedTuple):
     renewal: tuple[Tensor | int | None, ...] = ()
     drawn: Tensor | None = None
     unite: Callable[[Tensor], None] | None = None
+    updates: Tensor | None = None
 
 
 class Messages:
@@ -109,7 +111,7 @@ class Messages:
         scales: float32 [count, slots].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
         payload: uint8 [count, nbytes - 32], all behind the words.
-        front: What of the payload lies before the bits.
+        front: uint8, all that lies before the bits, words included.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Messages:
         self.scales = buffer[:, head:bits].view(torch.float32)[:, :slots]
         self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
         self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
-        self.payload, self.front = buffer[:, HEADER_BYTES:], buffer[:, HEADER_BYTES:bits]
+        self.payload, self.front = buffer[:, HEADER_BYTES:], buffer[:, :bits]
         self.words[:, Word.MAGIC] = MAGIC
         self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
 
@@ -168,11 +170,17 @@ OUT_OF_STEP = (
 )
 """How the numbers of steps come to differ, and the way out."""
 
+RECEIVED = (
+    "digest of the last synchronisation: what one has received, or its count of updates, its variance or its parameters "
+    "were changed"
+)
+"""What lies behind another digest."""
+
 _MEANING = {
     Word.MAGIC: "message format",
     Word.STEP: f"number of steps ({OUT_OF_STEP})",
     Word.LAYOUT: "parameter layout",
-    Word.DIGEST: "digest of the last synchronisation",
+    Word.DIGEST: RECEIVED,
     Word.TAG: "hyper-parameters (learning rate and the like), as a hash",
 }
 

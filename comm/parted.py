@@ -293,6 +293,7 @@ class HierarchicalAllReduce(PartedAllReduce):
         part.synchronise(compress, told._replace(limit=None))
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
+        self.heard(self.gathered.front if told.sums else self.gathered.buffer)
         compared = self._compared_words()
         flags = union(self.gathered.words[:, Word.FLAGS], compared != compared[:1])
         part.refuse(flags)
@@ -338,11 +339,13 @@ class HierarchicalAllReduce(PartedAllReduce):
         own = torch.empty(self.layout.numel // self.count, device=self.device)
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
+        self.heard(out)
 
     def _gathered_sums(self) -> Tensor:
         own = self.parts[0].means
         whole = own.buffer.new_empty(self.layout.world_size, own.buffer.shape[1])
         self.inside.all_gather(whole.view(self.count, -1), own.buffer.view(1, -1))
+        self.heard(whole)
         self._means = own.like(whole)
         return self._means.sums
 

@@ -65,7 +65,7 @@ class Receiver(FeedbackReducer):
         receive(
             self.gathered.words,
             self.served.words,
-            self.gathered.front if told.sums else self.gathered.payload,
+            self.gathered.front if told.sums else self.gathered.buffer,
             self.gathered.scales,
             self.worker.segment,
             self.worker.measured,
@@ -83,6 +83,7 @@ class Receiver(FeedbackReducer):
             self._total,
             self._ticket,
             *limit,
+            told.updates,
         )
         self._end(told)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, unpack
+from .agreement import sum_of_words
 from .message import Told
 
 Compress = Callable[..., None]
@@ -41,7 +42,8 @@ class Reducer(Protocol):
     absent: Tensor | None = None
     """Of which tensors no rank had a gradient, bool [tensors]; None where this rank had all: then there are none."""
     digest: Tensor | None = None
-    """Checksums of the last messages, which the next ones carry: int64 [parts]; None where nobody compares them.
+    """Checksums of what all ranks have received alike, which the next messages carry: int64 [parts]; None where nobody
+    compares them. The last messages' make them anew, ``heard`` adds to them what comes between two.
 
     With ``Told.sums`` they lack the bits, until ``apply_momentum`` adds them."""
     error: Exception | None = None
@@ -66,6 +68,12 @@ class Reducer(Protocol):
         Raises:
             CollectiveError: if a collective fails; then this object can't be used further.
         """
+
+    def heard(self, *received: Tensor) -> None:
+        """Add to what the next messages compare what all ranks have ``received`` alike, or have made of it."""
+        if self.digest is not None:
+            for tensor in received:
+                self.digest += sum_of_words(tensor)
 
     def refuse(self, flags: Tensor) -> None:
         """Add ``flags`` int32 [1], equal on all ranks, to those of the last step: where any is set it is skipped.

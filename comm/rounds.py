@@ -99,6 +99,7 @@ class RoundAllReduce(Reducer):
         self.digest: Tensor = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.arrived_words: Tensor | None = None
         self._arrived_absent: Tensor | None = None
+        self.arrived_heads: Tensor | None = None  # of all ranks, where headers travel alone
         self._words_inside: Tensor | None = None
         self._had_missing = False
         self.kept: list[Kept] = []
@@ -228,7 +229,7 @@ class RoundAllReduce(Reducer):
         self._keep(told.missing, told.changed)
         self._header = number, told.tag, int(Flag.ABORT) * told.abort
         self.values = self.arrived_words = None
-        self._arrived_absent = None
+        self._arrived_absent = self.arrived_heads = None
         words, own = self._round(lambda chunks: compress(self, chunks), told)
         self._close(words, own, told)
         self.absent = None
@@ -254,7 +255,7 @@ class RoundAllReduce(Reducer):
         """Make ``flags`` of all headers, and note how far the global update goes: ``add`` forms the compensation."""
         assert told.goes is not None
         most = self.compensation_limit
-        summed = self.messages.front if told.sums else self.messages.payload
+        summed = self.messages.front if told.sums else self.messages.buffer
         if self.values is not None:
             summed = self.values.view(self.layout.world_size, -1).view(torch.uint8)
             # After full precision nothing is kept (Algorithm 1, line 12), unless all have skipped it: then the mean is.
@@ -276,6 +277,8 @@ class RoundAllReduce(Reducer):
             self.flags,
             self._total,
             self._ticket,
+            told.updates,
+            self.arrived_heads,
         )
 
     def keep_back(self, tensors: Tensor) -> None:
@@ -314,6 +317,7 @@ class RoundAllReduce(Reducer):
         own = torch.cat([words[Word.STEP :][:1], words[Word.TAG :][:1], self.flags, absent])
         rows = own.new_empty(inside.world_size, len(own))
         inside.all_gather(rows, own[None])
+        self.heard(rows)
         self._words_inside = rows[:, :2]
         self.refuse(union(rows[:, 2], rows[:, :2] != own[:2]))
         absent = rows[:, 3:].contiguous().view(torch.uint8)
@@ -323,6 +327,8 @@ class RoundAllReduce(Reducer):
             sent, gathered = self.values, torch.empty_like(self.compensated)
             self.values = gathered
         inside.all_gather(gathered.view(inside.world_size, -1), sent.view(1, -1))
+        if self.values is not None:  # of bits ``apply_momentum`` adds those of all parts
+            self.heard(gathered)
 
     def describe(self) -> str:
         where = ""
@@ -358,6 +364,7 @@ class RoundAllReduce(Reducer):
         if self.device.type == "cpu" and len(set(words[:, Word.LAYOUT].tolist())) > 1:
             raise CollectiveError(f"ranks can't average: they differ in the {describe_mismatch(words)}")
         self.arrived_words, self._arrived_absent = words, arrived[:, len(Word) :].view(torch.uint8)
+        self.arrived_heads = arrived.view(torch.uint8)
         return words, own[0, : len(Word)]
 
     def refuse(self, flags: Tensor) -> None:

@@ -60,7 +60,8 @@ def close_arguments(p: Problem, signs: bool = True, flags: int = 0, hold: int = 
     held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
     return (
         *(words, own, payload, p.coef, p.block_tensor, 3.0, most, signs, held, *written),
-        *(torch.tensor([-1]), found, torch.tensor([0]), ticket),
+        *(torch.tensor([-1]), found, torch.tensor([0]), ticket, torch.tensor(2**63 - 7)),
+        None if signs else p.normal(rows, 24).view(torch.uint8),
     )
 
 

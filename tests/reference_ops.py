@@ -41,9 +41,12 @@ RATIO_WAYS = [
 ]
 
 
-def checksum_of(values: Tensor) -> Tensor:
-    """The word that tells all bits of ``values``: int32 []."""
-    return folded(values.view(torch.int64).sum())
+def checksum_of(*values: Tensor | None) -> Tensor:
+    """The word that tells all bits of ``values``, int32 []: of messages, of headers, and of a count."""
+    total = torch.tensor(0)
+    for each in values:
+        total += 0 if each is None else each.view(torch.int64).sum()
+    return folded(total)
 
 
 class Problem:
@@ -217,6 +220,7 @@ class Problem:
             *(messages.words, own_words, messages.payload, messages.scales, segment, measured[0]),
             *(served, measured[1], rank, *written, held, found),
             *(torch.full((parts,), -1), torch.zeros(parts, dtype=torch.int64), ticket, *judged),
+            torch.tensor(2**63 - 7),
         )
 
     def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:

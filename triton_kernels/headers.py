@@ -54,6 +54,7 @@ STEP, DIGEST, TAG, FLAGS, SIGNAL = Word.STEP, Word.DIGEST, Word.TAG, Word.FLAGS,
 WORDS = len(Word)
 NONFINITE, MISMATCH, VETO = Flag.NONFINITE, Flag.MISMATCH, Flag.VETO
 KNOWN = len(Flag)  # bits
+ALL = (1 << KNOWN) - 1
 PARTLY = 1 << KNOWN
 """A flag in no header: a gradient had elements that did not count, and they alone were left out; the step counts."""
 RANKS = 16  # headers that a program compares together
@@ -72,8 +73,10 @@ def agreed_flags(arrived: Tensor, own: Tensor, hold: Tensor | None = None) -> Te
     """Return the flags of a step, int32 [1], equal on every rank.
 
     They are those of all ranks' headers int32 [W, 8], compared with this rank's, [8], and those of ``hold`` int32 [1].
+    A bit that is no flag is MISMATCH.
     """
-    flags = union(arrived[:, Word.FLAGS], arrived[:, :CHECKED] != own[:CHECKED])
+    unknown = arrived[:, Word.FLAGS, None] & ~ALL != 0
+    flags = union(arrived[:, Word.FLAGS], (arrived[:, :CHECKED] != own[:CHECKED]) | unknown)
     return flags if hold is None else flags | hold
 
 
@@ -114,7 +117,7 @@ def count_flags(words, stride, own, world_size):
         found |= tl.load(header + FLAGS)
         for word in tl.static_range(CHECKED):
             differ |= tl.load(header + word) ^ tl.load(own + word)
-    found |= tl.where(differ != 0, MISMATCH, 0)
+    found |= tl.where((differ != 0) | (found >> KNOWN != 0), MISMATCH, 0)
     counted = tl.zeros([RANKS], tl.int32)
     for bit in tl.static_range(KNOWN):
         counted |= ((found >> bit) & 1) << (BITS * bit)

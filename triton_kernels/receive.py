@@ -85,7 +85,7 @@ def zero(at, count):
 def receive_kernel(
     words, words_stride, own_words, own_words_stride, summed, summed_stride, message_scales, message_scales_stride,
     segment, worker_measured, server_segment, server_measured, rank, scale, worker_scale, worker_settled, server_scale,
-    server_settled, hold, flags, digest, total, ticket, coef, block_tensor, weight, limit, norm, squares, world_size,
+    server_settled, hold, flags, digest, total, ticket, updates, coef, block_tensor, weight, limit, norm, squares, world_size,
     parts, spans, length, span, blocks_per_message, programs,
 ):  # fmt: skip
     """Grid: W rows of each part, of spans, each of LANES blocks of a message and a share of what is summed.
@@ -125,6 +125,8 @@ def receive_kernel(
             mask = q < parts
             # What was there, and 0 from now on: AMD's compiler knows no exchange of several.
             before = tl.atomic_and(total + q, tl.zeros([LANES], tl.int64), mask=mask)
+            if updates is not None:
+                before += tl.load(updates)
             tl.store(digest + q, before, mask=mask)
         found = headers.flags_of(bad)
         if limit is not None:
@@ -158,6 +160,7 @@ def receive(
     worker_settled: PerBlock, server_scale: Floats, server_settled: Floats, hold: Flag, flags: Flag, digest: Counters,
     total: Counters, ticket: Flag, coef: Floats | None, block_tensor: Indices | None, weight: PerBlock | None,
     limit: Doubles | None, norm: Doubles | None, squares: Doubles | None,
+    updates: Counters | None = None,
 ) -> None:  # fmt: skip
     """Takes up what servers have sent, and hands scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
 
@@ -184,7 +187,7 @@ def receive(
         hold: int32 [1]; where set scales stay.
         flags: int32 [1], written: ``agreed_flags``, and VETO where the update is refused.
         digest: int64 [parts], written: the wrapping sum of the 8-byte words of each part's ``summed``, whatever is
-            skipped or held.
+            skipped or held, and of ``updates``.
         total: int64 [parts], 0; scratch.
         ticket: int32 [1], 0; scratch.
         coef: float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read.
@@ -193,10 +196,13 @@ def receive(
         limit: float64 [], the largest norm that is let through; None, as the others here: any.
         norm: float64 [], written: the update's.
         squares: float64 [parts * W * ``spans_of``]; scratch.
+        updates: Done so far, int64 []; None: nobody counts.
     """
     of_parts = zip(words.chunk(len(own_words)), own_words, strict=True)
     flags.copy_(headers.union(torch.cat([headers.agreed_flags(*of_part) for of_part in of_parts])))
     digest.copy_(summed.view(torch.int64).unflatten(0, (len(own_words), -1)).sum((1, 2)))
+    if updates is not None:
+        digest += updates
     if hold:
         return
     by_message = segment.view(len(words), -1)

@@ -29,7 +29,7 @@ def _clear_flags(words, words_stride, own_words, world_size):
 @jit()
 def close_round_kernel(
     words, words_stride, own_words, summed, summed_stride, coef, block_tensor, steps, most, hold, scale, taken, limit,
-    digest, flags, total, ticket, world_size, spans, length, blocks, blocks_per_program, programs, SIGNS: tl.constexpr,
+    digest, flags, total, ticket, updates, heads, heads_stride, head, world_size, spans, length, blocks, blocks_per_program, programs, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows of spans, each of SPAN times 8 bytes of what is summed and a share of the blocks.
 
@@ -42,7 +42,11 @@ def close_round_kernel(
     bad = headers.count_flags(words, words_stride, own_words, world_size)
     kept = (bad == 0) & (held == 0)
     row = (summed + w * summed_stride).to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.atomic_add(total, sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length)), sem="relaxed")
+    summed_here = sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length))
+    if heads is not None:
+        if j == 0:
+            summed_here += sum_span((heads + w * heads_stride).to(tl.pointer_type(tl.int64), bitcast=True), 0, head)
+    tl.atomic_add(total, summed_here, sem="relaxed")
     end = tl.minimum((p + 1) * blocks_per_program, blocks)
     for begin in range(p * blocks_per_program, end, LANES):
         b = begin + tl.arange(0, LANES)
@@ -58,7 +62,10 @@ def close_round_kernel(
             tl.store(taken + b, tl.zeros([LANES], tl.float32), mask=mask)
         tl.store(limit + b, tl.where(kept, bound, rules.INFINITY), mask=mask)
     if io.is_last(ticket, programs):
-        tl.store(digest, tl.atomic_xchg(total, 0))
+        of_all = tl.atomic_xchg(total, 0)
+        if updates is not None:
+            of_all += tl.load(updates)
+        tl.store(digest, of_all)
         tl.store(flags, headers.flags_of(bad) | held)
         _clear_flags(words, words_stride, own_words, world_size)
 
@@ -69,6 +76,7 @@ def close_round_kernel(
     derive={
         "world_size": ("i32", lambda words: len(words)),
         "length": ("i32", lambda summed: summed.shape[1] // 8),
+        "head": ("i32", lambda heads: 0 if heads is None else heads.shape[1] // 8),
         "spans": ("i32", lambda length, summed, blocks: max(-(-length // SPAN), -(-blocks // (len(summed) * LANES)))),
         "programs": ("i32", lambda summed, spans: len(summed) * spans),
         "blocks": ("i32", lambda scale: len(scale)),
@@ -79,7 +87,7 @@ def close_round_kernel(
 def close_round(
     words: Headers, own_words: Flag, summed: Bits, coef: Floats, block_tensor: Indices, steps: float, most: float,
     signs: bool, hold: Flag, scale: PerBlock, taken: PerBlock, limit: PerBlock, digest: Counters,
-    flags: Flag, total: Counters, ticket: Flag,
+    flags: Flag, total: Counters, ticket: Flag, updates: Counters | None = None, heads: Bits | None = None,
 ) -> None:  # fmt: skip
     """Ends a round (Marsit, Algorithm 1): whether all ranks take it, and what they will keep of v (lines 10 and 12).
 
@@ -100,13 +108,18 @@ def close_round(
         scale: float32 [B], written: eta_s.
         taken: float32 [B], written: s of ``local_update``.
         limit: float32 [B], written: its limit.
-        digest: int64 [1], written: the wrapping sum of the 8-byte words of ``summed``.
+        digest: int64 [1], written: the wrapping sum of the 8-byte words of ``summed`` and ``heads``, and of ``updates``.
         flags: int32 [1], written: ``agreed_flags``.
         total: int64 [1], 0; scratch.
         ticket: int32 [1], 0; scratch.
+        updates: Done so far, int64 []; None: nobody counts.
+        heads: uint8 [rows, m], headers that have travelled apart from what is summed; None: none have.
     """
     flags.copy_(headers.agreed_flags(words, own_words, hold))
     digest.copy_(summed.view(torch.int64).sum())
+    for more in (updates, None if heads is None else heads.view(torch.int64).sum()):
+        if more is not None:
+            digest += more
     words[:, Word.FLAGS] = 0
     own_words[Word.FLAGS] = 0
     s, bound = (values[:, 0] for values in rules.global_step(coef[block_tensor], steps, most))

@@ -14,7 +14,7 @@ from . import user_tensors as users
 from .eager import gather, square_sum, tiles
 from .finish import PIECE, ordered_sum
 from .jit import jit, tl
-from .op import DoublePerBlock, Doubles, Flag, Floats, Sizes, Table, Tensors, op
+from .op import Counters, DoublePerBlock, Doubles, Flag, Floats, Sizes, Table, Tensors, op
 from .rules import COLUMNS, GRAD_LIMIT, ONE_MINUS_BETA1, ONE_MINUS_BETA2
 
 FOUND, NORM, EARLIER = 0, 1, 2  # of what is told
@@ -118,7 +118,7 @@ def gradient_squares(
 
 @jit()
 def scale_coefficients_kernel(
-    told, ranks, loss_scale, max_norm, outcome, hold, coef, scaled, numbers,
+    told, ranks, loss_scale, max_norm, outcome, hold, coef, scaled, digest, numbers,
     CLIPS: tl.constexpr, WEIGHS: tl.constexpr, EARLIER_TOO: tl.constexpr,
 ):  # fmt: skip
     """Grid: ceil(coefficients / SPAN), or 1. Bytes: 8 for each coefficient."""
@@ -141,6 +141,12 @@ def scale_coefficients_kernel(
         tl.store(outcome + MEAN_NORM, mean)
         tl.store(outcome + RANKS, found)
         tl.store(outcome + OVERFLOWED, tl.where(found > 0.0, 1.0, 0.0))
+        if digest is not None:
+            words = told.to(tl.pointer_type(tl.int32), bitcast=True)
+            received = tl.load(words + FOUND).to(tl.int64) + tl.load(words + NORM)
+            if EARLIER_TOO:
+                received += tl.load(words + EARLIER)
+            tl.store(digest, tl.load(digest) + received)
     i = p * SPAN + tl.arange(0, SPAN)
     column = i % COLUMNS
     weighs = (WEIGHS > 0) & (column == ONE_MINUS_BETA1) | (WEIGHS > 1) & (column == ONE_MINUS_BETA2)
@@ -153,7 +159,7 @@ def scale_coefficients_kernel(
 
 @op(
     scale_coefficients_kernel,
-    writes=("outcome", "hold", "scaled"),
+    writes=("outcome", "hold", "scaled", "digest"),
     derive={
         "ranks": ("fp32", lambda world_size: float(world_size)),
         "numbers": ("i32", lambda coef: coef.numel()),
@@ -163,7 +169,7 @@ def scale_coefficients_kernel(
 )
 def scale_coefficients(
     told: Floats, world_size: int, loss_scale: Floats | None, clips: bool, max_norm: float, weighs: int,
-    outcome: Floats, hold: Flag, coef: Floats, scaled: Floats,
+    outcome: Floats, hold: Flag, coef: Floats, scaled: Floats, digest: Counters | None = None,
 ) -> None:  # fmt: skip
     """Decides what gradients are multiplied with, from what ranks have told, and multiplies it into coefficients.
 
@@ -182,6 +188,7 @@ def scale_coefficients(
         hold: int32 [1], written: OVERFLOW where any rank has found one now, and LOCAL where not all have.
         coef: float32 [tensors, columns of ``Coef``].
         scaled: The same, written: those columns times the factor, and GRAD_LIMIT times ``loss_scale``.
+        digest: int64 [n], to the first of which the bits of ``told`` are added; None: to none.
     """
     found, norm = told[FOUND : FOUND + 1], told[NORM : NORM + 1]
     scale = torch.ones_like(found) if loss_scale is None else loss_scale.reshape(1)
@@ -197,3 +204,5 @@ def scale_coefficients(
     for column in (ONE_MINUS_BETA1, ONE_MINUS_BETA2, ONE_MINUS_BETA2)[:weighs]:
         scaled[:, column] *= factor
     scaled[:, GRAD_LIMIT] *= scale
+    if digest is not None:
+        digest[0] += told.view(torch.int32).sum()

@@ -32,6 +32,10 @@ class CompressingOptimizer(DistributedOptimizer):
     _lost: Tensor | None = None
     """Above 0 where this rank's scaler has found an inf since ranks have last met: float32 [1]."""
 
+    @property
+    def digest(self) -> Tensor | None:
+        return self.reducer.digest
+
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         agreed = self._scaling(grads, coef)
         told = self.told(abort, self._step_number, self._missing, hold=agreed.hold)
@@ -59,12 +63,14 @@ class CompressingOptimizer(DistributedOptimizer):
         """Agree with all ranks on what gradients are multiplied with, and on holding still; or decide that alone."""
         transport, earlier = (LocalTransport(), None) if alone else (self.transport, self._lost)
         how: dict[str, Any] = {"largest": self.reducer.largest_gradient, "earlier": earlier}
+        how["digest"] = None if alone else self.digest
         return self._agree(grads, self._of_gradients(coef), transport, **how)
 
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
         """Return what this rank tells the others; one that aborts says that it has all gradients."""
         absent = () if abort else missing
-        return Told(self.coefficients.tag, number, abort, missing=absent, sums=True, drawn=self._drawn, **more)
+        more |= {"sums": True, "drawn": self._drawn, "updates": self.updates}
+        return Told(self.coefficients.tag, number, abort, missing=absent, **more)
 
     @property
     def _drawn(self) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Tells all ranks, in the all-reduce of averaged gradients, what they must know of each other.
 
-Eight words, and one for each tensor: how many ranks have a gradient of it.
+Eight words, and one for each tensor: how many ranks have a gradient of it. What all ranks have of the sum afterwards
+they must have alike, to the bit: libraries send around what one rank has added up, or add in an order that all share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Flag
+from ..comm.agreement import sum_of_words
 from ..errors import warn
 from ..triton_kernels import TAIL
 from .telemetry import upload
@@ -27,19 +29,26 @@ class HandshakeWord(IntEnum):
     """Ranks with a gradient that is not finite; ``flatten`` writes it."""
     ABORT = 1
     """Ranks that can't take the step."""
-    STEP = 2
-    TAG = 3
-    STEP_SQUARED = 4
-    TAG_SQUARED = 5
-    OVERFLOW = 6
+    OVERFLOW = 2
     """Ranks whose GradScaler has found an inf."""
+    STEP = 3
+    TAG = 4
+    STEP_SQUARED = 5
+    TAG_SQUARED = 6
+    DIGEST = 7
+    """Of what ranks have received alike before, modulo ``Handshake.digests``."""
 
 
-_COMPARED = slice(HandshakeWord.STEP, HandshakeWord.OVERFLOW)
+_COMPARED = slice(HandshakeWord.STEP, HandshakeWord.DIGEST + 1)
+_FLAGS = Flag.NONFINITE, Flag.ABORT, Flag.MISMATCH
+"""The first bits, in their order: of the first words, and of those that are compared."""
 
 
 class Handshake:
-    """Two numbers that must be equal on all ranks, told by their sums and sums of squares; and three counts.
+    """Two numbers that must be equal on all ranks, told by their sums and sums of squares; a digest; and three counts.
+
+    The digest has no room for squares: where one rank's differs, or some ranks' in one way, all ranks see it; where
+    several differ so that their mean is another rank's, that one does not.
 
     ``step`` is as this rank's user counts, ``tag`` a hash of the hyper-parameters; this rank has no gradient of the
     tensors that are ``missing``. One that ``skips`` does not take the step, which is right if none does.
@@ -52,35 +61,38 @@ class Handshake:
         compared = ((step + skips * (modulus // 2)) % modulus, tag % modulus)
         self._compared = [*compared, *(number * number for number in compared)]
         self._world_size = world_size
+        # Odd: so another bit of a word, 2^k more or less, is another remainder. W of them are added exactly.
+        self.digests = (2**24 // world_size - 1) | 1
         self._missing = bool(missing)
         self._present = [1.0] * tensors
         for i in missing:
             self._present[i] = 0.0
 
-    def write(self, tail: Tensor, abort: bool, found_inf: Tensor | None) -> None:
-        """Write this rank's words to ``tail`` float32 [TAIL + tensors]."""
-        words = [0.0, float(abort), *self._compared]
+    def write(self, tail: Tensor, abort: bool, found_inf: Tensor | None, digest: Tensor | None) -> None:
+        """Write this rank's words to ``tail`` float32 [TAIL + tensors]; ``digest`` int64 [], or None where one is."""
+        words = [0.0, float(abort), 0.0, *self._compared]
         words += [0.0] * (TAIL - len(words))
         tail.copy_(upload(words + self._present, torch.float32, tail.device))
         if found_inf is not None:
             tail[HandshakeWord.OVERFLOW] = found_inf > 0
+        if digest is not None:
+            tail[HandshakeWord.DIGEST] = digest % self.digests
         self._expected = tail[_COMPARED] * self._world_size
 
     def add_values(self, tail: Tensor, values: Tensor) -> None:
-        """Make ``values`` float32 [even], which must be equal on all ranks, part of the tag."""
-        tag = (tail[HandshakeWord.TAG] + values.view(torch.int64).sum() % self._modulus) % self._modulus
-        tail[HandshakeWord.TAG], tail[HandshakeWord.TAG_SQUARED] = tag, tag * tag
+        """Make ``values``, which must be equal on all ranks, part of the digest."""
+        tail[HandshakeWord.DIGEST] = (tail[HandshakeWord.DIGEST].long() + sum_of_words(values)) % self.digests
         self._expected = tail[_COMPARED] * self._world_size
 
     def read(self, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what all ranks' words say: flags int32 [1], and where they differ: bool [4], step and tag, twice."""
+        """Return what all ranks' words say: flags int32 [1], and where they differ: bool [5], words from STEP on."""
         differ = tail[_COMPARED] != self._expected
-        flags = (
-            (tail[HandshakeWord.NONFINITE] > 0).int() * int(Flag.NONFINITE)
-            + (tail[HandshakeWord.ABORT] > 0).int() * int(Flag.ABORT)
-            + differ.any().int() * int(Flag.MISMATCH)
-        )
-        return flags.reshape(1), differ
+        found = torch.empty(1, len(_FLAGS), dtype=torch.bool, device=tail.device)
+        torch.gt(tail[: HandshakeWord.ABORT + 1], 0, out=found[0, :-1])
+        torch.any(differ, 0, out=found[0, -1])
+        # Made on the device: uploading a tensor from the host would wait for it.
+        flags = 2 ** torch.arange(len(_FLAGS), dtype=torch.int32, device=tail.device)
+        return (found * flags).sum(1, dtype=torch.int32), differ
 
     def absent(self, tail: Tensor) -> Tensor | None:
         """Return of which tensors no rank has a gradient, bool [tensors]; None where this rank has all of them."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm import CollectiveError, Transport
+from ..comm.agreement import sum_of_words
 from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
@@ -24,15 +25,17 @@ from .interrupts import SignalsWait
 from .options import Made
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
 from .settings import Options, Params
+from .sharding import local
 from .state import loading, saving
 from .state.keeper import Keeper
 
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
 
-COMPARED_EVERY = 64
-"""Steps from one comparison of what model-parallel ranks have alike to the next."""
 
+COMPARED_EVERY = 64
+"""Steps after which parameters and state that all ranks have in common enter the next digest, and what model-parallel
+ranks have alike is compared."""
 
 NOTHING_TRAINS = (
     "no parameter of this {} requires gradients, so that step() changes nothing: pass model.parameters(), not the "
@@ -410,6 +413,37 @@ class DistributedOptimizer(Keeper):
             self.coefficients.end()
         else:
             self.coefficients.advance(flags, *self._counters())
+        self._compare_state()
+
+    def _compare_state(self) -> None:
+        """Let ranks compare what they have in common when they next meet, once in so many steps."""
+        done, since = self.step_count.total, self._round_steps
+        if self._captures or self.digest is None or not self.synchronised:
+            return
+        if done // COMPARED_EVERY > (done - since) // COMPARED_EVERY:
+            for tensor in self._in_common():
+                self.digest.add_(sum_of_words(tensor))
+
+    def _in_common(self) -> list[Tensor]:
+        """Return what all ranks have alike between two synchronisations, to the bit, dense: see ``StateSpec``."""
+        kept = [spec for spec in self.kept if spec.in_common and spec.applies(self, self.compressed)]
+        masters = [] if self.masters_of_rank else [self.parameters.dense[i] for i in self.parameters.masters]
+        values = [local(p).detach() for p in self.parameters.owners] + masters
+        dense = [value.as_strided((value.numel(),), (1,)) for value in values]
+        return [self.own_steps, *dense, *(spec.tensor(self) for spec in kept)]
+
+    @property
+    def _round_steps(self) -> int:
+        """Return how many steps lie between the last synchronisation and the one before."""
+        return 1
+
+    @property
+    def digest(self) -> Tensor | None:
+        """Return checksums of what all ranks have received alike, which they compare when they next meet: int64 [n].
+
+        None where nobody does.
+        """
+        raise NotImplementedError
 
     def _counters(self) -> tuple[Tensor | None, ...]:
         """Return what the end of a step counts by, and on; called once in a step."""

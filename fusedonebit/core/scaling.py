@@ -131,6 +131,7 @@ class Scaling:
         *,
         largest: float = LARGEST_GRADIENT,
         earlier: Tensor | None = None,
+        digest: Tensor | None = None,
     ) -> Agreed:
         """Decide what is multiplied with what in a compressed step, by at most one collective of a few numbers.
 
@@ -147,6 +148,7 @@ class Scaling:
             model: Over which a norm is added up.
             largest: Elements beyond it do not count, unscaled.
             earlier: float32 [1], above 0 where this rank has found an inf since ranks have last met.
+            digest: int64 [n], to the first of which the sum that all have received is added, for them to compare.
         """
         scale, found_inf = loss_scale
         told = self._told[:EARLIER] if earlier is None else self._told
@@ -159,11 +161,13 @@ class Scaling:
                 told.copy_(ShardGroup(transport).sum(told))
             else:
                 transport.all_reduce(told)
+        else:
+            digest = None  # this rank has told itself alone
         if self._coef.shape != coef.shape:
             self._coef = torch.empty_like(coef)
         clip = (max_grad_norm is not None, 0.0 if max_grad_norm is None else max_grad_norm, self._weighs)
         written = (self._outcome, self._hold, coef, self._coef)
-        scale_coefficients(told, transport.world_size, scale, *clip, *written)
+        scale_coefficients(told, transport.world_size, scale, *clip, *written, digest)
         hold, overflowed = self._hold, self._outcome[OVERFLOWED:]
         if found_inf is not None and model.count > 1:
             # Flags are the larger, the more ranks have found an inf.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag
+from ..comm.agreement import sum_of_words
 from ..comm.absent import absence, absent_on_all
-from ..comm.message import OUT_OF_STEP
+from ..comm.message import OUT_OF_STEP, RECEIVED
 from ..core.handshake import Handshake, HandshakeWord
 from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import LossScale, clip_factor, gradient_norm, overflow_flags
@@ -50,7 +51,8 @@ class AveragingOptimizer(DistributedOptimizer):
         self._cut: tuple[Tensor, Listed] | None = None
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super().build()
-        self._handshake_differs = torch.zeros(4, dtype=torch.bool, device=self.device)
+        self._handshake_differs = torch.zeros(5, dtype=torch.bool, device=self.device)
+        self._digest = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._flat = FlatLayout((self.layout.numel,), 1, self.layout.block_size)  # averaged gradients, as one tensor
         self._flat_tables = tables_of(self._flat, self.device)  # kept, because launches share what somebody keeps
         # Flags of this step's elements that did not count, and of the last one's; two of replays, which nobody reads;
@@ -58,6 +60,10 @@ class AveragingOptimizer(DistributedOptimizer):
         words = torch.zeros(5, 4, dtype=torch.int32, device=self.device)[:, :1]
         self._found, self._found_before, self._found_in_replays, self._unread, self._no_flags = words
         self._is_found = False  # whether this step's update has been made
+
+    @property
+    def digest(self) -> Tensor | None:
+        return None if self.transport.world_size == 1 else self._digest
 
     @property
     def _is_alone(self) -> bool:
@@ -109,16 +115,18 @@ class AveragingOptimizer(DistributedOptimizer):
             self._grad = self._make_grad()
         values, tail = self._grad[: layout.numel], self._grad[layout.numel :]
         handshake = self._make_handshake()
-        handshake.write(tail, abort, loss_scale.found_inf)
+        handshake.write(tail, abort, loss_scale.found_inf, None if self.digest is None else self.digest[0])
         # What DDP's hook has averaged is not divided again, and only the handshake behind it is summed.
         share = 1.0 if self.averaged else 1 / self.transport.world_size
         flatten(grads, *self._places, share, loss_scale.factor(), self._grad[: layout.numel + TAIL])
         if self.averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
             handshake.add_values(tail, values)
-        self.transport.all_reduce(tail if self.averaged else self._grad)
+        summed = tail if self.averaged else self._grad
+        self.transport.all_reduce(summed)
         flags, self._handshake_differs = handshake.read(tail)
         if loss_scale.found_inf is not None:
             flags = flags | overflow_flags(tail[HandshakeWord.OVERFLOW], self.transport.world_size)
+        self._note_sum(summed, flags)
         told = flags, self._tag_of_shards, handshake.absent(tail), len(layout.sizes)
         flags, self._absent = self.shards.unite(*told)
         flags = self._united(flags)
@@ -129,6 +137,16 @@ class AveragingOptimizer(DistributedOptimizer):
             values *= clip_factor(self._grad_norm, self.options.max_grad_norm)
         self._update(self._averages(self._grad), self.coefficients.still(coef, self._absent), flags)
         return flags
+
+    def _note_sum(self, summed: Tensor, flags: Tensor) -> None:
+        """Make the next digest of a sum over the ranks, which all have received, and of updates done.
+
+        Of a sum that ``flags`` int32 [1] make all ranks throw away nothing counts: libraries may hand out NaNs of
+        several kinds.
+        """
+        if self.digest is not None:
+            words = sum_of_words(summed.as_strided((len(summed) + len(summed) % 2,), (1,)))
+            torch.add(words * (flags == 0), self.updates, out=self.digest[:1])
 
     def _averages(self, grad: Tensor) -> Listed:
         """Return the averaged gradients in ``grad``, one of each tensor."""
@@ -155,12 +173,13 @@ class AveragingOptimizer(DistributedOptimizer):
 
     def _skip_together(self) -> None:
         # Others may be in their step, in which they send their handshake: this is for them.
-        tail = torch.zeros(TAIL + len(self.layout.sizes), device=self.device)
+        tail = self._make_grad()[self.layout.numel :]
         handshake = self._make_handshake(skips=True)
-        handshake.write(tail, False, None)
+        handshake.write(tail, False, None, None if self.digest is None else self.digest[0])
         with self.whole("zero_grad()"), self._breaking(begun=True):
             self.transport.all_reduce(tail)
             flags, _ = handshake.read(tail)
+            self._note_sum(tail, flags)
             self.averaged = False
         if int(flags):
             raise OutOfStepError(
@@ -178,26 +197,29 @@ class AveragingOptimizer(DistributedOptimizer):
             )
 
     def _make_grad(self) -> Tensor:
-        """Make room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]."""
-        return torch.zeros(self.layout.numel + TAIL + len(self.layout.sizes), device=self.device)
+        """Make room for the gradients and the handshake behind them, float32 [P + TAIL + tensors]; and for one more."""
+        length = self.layout.numel + TAIL + len(self.layout.sizes)
+        return torch.zeros(length + length % 2, device=self.device)[:length]
 
     def _held(self) -> list[Tensor]:
         found = self._found if self._is_alone else None
-        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, found)
+        more = (self._grad, self._exp_avg_sq_sums, self._handshake_differs, self._digest, found)
         return [*super()._held(), *(tensor for tensor in more if tensor is not None)]
 
     def _describe(self, flag: Flag) -> str:
         return self._describe_handshake()
 
     def _describe_handshake(self) -> str:
-        steps, _ = self._handshake_differs.view(2, 2).any(0).tolist()
+        step, tag, steps, tags, _ = self._handshake_differs.tolist()
         what = "hyper-parameters (learning rate and the like) or the parameter layout"
+        if not (step or tag or steps or tags):
+            what = RECEIVED
         if self.ddp_attached:
             what += (
                 ", or the gradients that DDP has averaged: change or drop them on all ranks alike, with one loss scale "
                 "(fusedonebit.amp.GradScaler)"
             )
-        return self._say_where(f"number of steps ({OUT_OF_STEP})" if steps else what)
+        return self._say_where(f"number of steps ({OUT_OF_STEP})" if step or steps else what)
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Make one update from averaged gradients, one of each tensor; none where ``skip`` is set.

@@ -268,7 +268,9 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
 
     def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
         """Compare workers' own squares with those of the mean gradient, by this step's."""
-        own.follow(self, own.tell(self, grads, factor, self.exp_avg_sq), self.reducer.flags, self._absent)
+        told = own.tell(self, grads, factor, self.exp_avg_sq)
+        own.follow(self, told, self.reducer.flags, self._absent)
+        self.reducer.heard(told)
 
     def _of_gradients(self, coef: Tensor) -> Tensor:
         return coef if self._phase == "local" or self.own is not None else self._of_each_step(coef)

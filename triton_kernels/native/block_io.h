@@ -138,12 +138,12 @@ static inline void add_words(int64_t *total, const uint8_t *bytes, int64_t count
 /* The halves of a sum, as a word. */
 static inline int32_t folded(int64_t total) { return total ^ total >> 32; }
 
-/* Flags of a step, of all ranks' headers compared with this rank's. */
+/* Flags of a step, of all ranks' headers compared with this rank's; a bit that is no flag is MISMATCH. */
 static int32_t agreed_flags(const int32_t *words, int64_t stride, const int32_t *own, int64_t world_size)
 {
     int32_t flags = 0;
     for (int64_t w = 0; w < world_size; w++, words += stride) {
-        flags |= words[FLAGS] & ((1 << KNOWN) - 1);
+        flags |= (words[FLAGS] & ((1 << KNOWN) - 1)) | (words[FLAGS] >> KNOWN ? MISMATCH : 0);
         for (int i = 0; i < CHECKED; i++)
             flags |= words[i] != own[i] ? MISMATCH : 0;
     }

@@ -58,6 +58,11 @@ KERNEL(scale_coefficients)
             outcome[MEAN_NORM] = mean;
             outcome[RANKS] = found;
             outcome[OVERFLOWED] = found > 0;
+            for (int i = 0; digest && i < 2 + EARLIER_TOO; i++) {
+                int32_t word;
+                memcpy(&word, told + i, sizeof word);
+                *digest += word;
+            }
         }
         for (int64_t i = p * SCALED; i < numbers && i < (p + 1) * SCALED; i++) {
             int column = i % COLUMNS, weighs = (WEIGHS > 0 && column == ONE_MINUS_BETA1) ||

@@ -245,7 +245,7 @@ KERNEL(receive)
                 }
             }
             for (int64_t q = 0; q < parts; q++)
-                digest[q] = __atomic_exchange_n(total + q, 0, __ATOMIC_RELAXED);
+                digest[q] = __atomic_exchange_n(total + q, 0, __ATOMIC_RELAXED) + (updates ? *updates : 0);
         }
     }
 }
@@ -289,6 +289,8 @@ KERNEL(close_round)
     int32_t found = agreed_flags(words, words_stride, own_words, world_size) | *hold;
     for (int64_t p = begin; p < end; p++) {
         add_span(total, summed + p / spans * summed_stride, p % spans * ROUND_SPAN, ROUND_SPAN, length);
+        if (heads && p % spans == 0)
+            add_span(total, heads + p / spans * heads_stride, 0, head, head);
         for (int64_t b = p * blocks_per_program; b < blocks && b < (p + 1) * blocks_per_program; b++) {
             struct global_step goes = global_step(coef + block_tensor[b] * COLUMNS, steps, most);
             scale[b] = found ? 0 : goes.x0;
@@ -297,7 +299,7 @@ KERNEL(close_round)
         }
         if (!is_last(ticket, programs))
             continue;
-        *digest = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED);
+        *digest = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED) + (updates ? *updates : 0);
         *flags = found;
         for (int64_t w = 0; w < world_size; w++)
             words[w * words_stride + FLAGS] = 0;

@@ -100,6 +100,11 @@ class StateSpec:
         dtype = attrgetter(self.kept_in)(owner) if self.kept_in else torch.float32
         setattr(owner, self.at, torch.zeros(shape if self.wanted(owner) else 0, dtype=dtype, device=device))
 
+    @property
+    def in_common(self) -> bool:
+        """Return whether all ranks have it alike, to the bit, between two synchronisations; bits have digests."""
+        return not self.of_rank and self.per in ("element", "tensor", "block")
+
     def is_in(self, header: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint with this header has it."""
         return not self.only or bool(header[self.only])
