@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transport import Transport
+from .transport import CollectiveError, Transport
+
+MOST_BYTES = 1 << 30
+"""More than facts are of any model."""
 
 Fact = tuple[str, str]
 """A name, and its value on this rank."""
@@ -55,6 +58,8 @@ def agree(
     if error is None and bool((digests == digests[0]).all()):
         return
     length = int.from_bytes(bytes(digests[0, 24:].tolist()), "little")
+    if length > MOST_BYTES:
+        raise CollectiveError(f"what rank 0 states arrived damaged: it would be of {length} bytes")
     wanted = _bytes(told.ljust(length, b"\0")[:length], device)
     transport.broadcast(wanted)
     difference = _difference(json.loads(bytes(wanted.tolist())), facts)
@@ -122,7 +127,9 @@ def sum_of_words(tensor: Tensor) -> Tensor:
     It differs where a bit does. Words are of 8 bytes where rows are made of these: else a copy is made, in int64.
     """
     size = tensor.element_size()
-    if tensor.dim() and all(n * size % 8 == 0 for n in (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])):
+    if tensor.dim() and all(
+        n * size % 8 == 0 for n in (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    ):
         return tensor.view(torch.int64).sum()
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum()
 

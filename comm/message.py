@@ -171,8 +171,8 @@ OUT_OF_STEP = (
 """How the numbers of steps come to differ, and the way out."""
 
 RECEIVED = (
-    "digest of the last synchronisation: what one has received, or its count of updates, its variance or its parameters "
-    "were changed"
+    "digest of the last synchronisation: what one has received was changed, or its count of updates, its variance or "
+    "its parameters were"
 )
 """What lies behind another digest."""
 

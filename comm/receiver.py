@@ -59,6 +59,7 @@ class Receiver(FeedbackReducer):
         if (judged := self._limit(told)) is not None:
             coef, *rest = judged
             limit = (coef, self.block_tensor, *rest, self._squares)
+        limit += (told.updates,)
         assert self.digest is not None
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
         # have got it skip, and the next step's digests tell the others.
@@ -83,7 +84,6 @@ class Receiver(FeedbackReducer):
             self._total,
             self._ticket,
             *limit,
-            told.updates,
         )
         self._end(told)
 

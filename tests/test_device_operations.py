@@ -89,9 +89,9 @@ CASES = {
     "OneBitAdam, living, clips, scaler": Case(
         LIVING[0], LIVING[1] | CLIPS, 14, "compression", (12, 6), (12, 6), scaler=True
     ),
-    "OneBitAdam, living, tells squares": Case(*LIVING, 10, "compression", (13, 8), (13, 8)),
+    "OneBitAdam, living, tells squares": Case(*LIVING, 10, "compression", (15, 8), (13, 8)),
     "OneBitAdam, living, renews": Case(*LIVING, 11, "compression", (14, 8), (13, 8)),
-    "OneBitAdam, living, renews and tells squares": Case(*LIVING, 4, "compression", (18, 12), (13, 8)),
+    "OneBitAdam, living, renews and tells squares": Case(*LIVING, 4, "compression", (20, 12), (13, 8)),
     "OneBitAdam, state in bf16": Case(OneBitAdam, ADAM[1] | IN_BF16, 4, "compression", (9, 4), (9, 4)),
     "OneBitAdam, state in codes": Case(OneBitAdam, ADAM[1] | IN_CODES, 4, "compression", (9, 4), (9, 4)),
     "OneBitAdam, living, state in codes": Case(OneBitAdam, LIVING[1] | IN_CODES, 14, "compression", (9, 4), (9, 4)),
@@ -106,7 +106,7 @@ CASES = {
     "OneBitLamb, living, clips, scaler": Case(
         LIVING_LAMB[0], LIVING[1] | CLIPS, 14, "compression", (13, 7), (14, 8), scaler=True
     ),
-    "OneBitLamb, living, tells squares": Case(*LIVING_LAMB, 10, "compression", (14, 9), (15, 10)),
+    "OneBitLamb, living, tells squares": Case(*LIVING_LAMB, 10, "compression", (16, 9), (15, 10)),
     "OneBitLamb, living, renews": Case(*LIVING_LAMB, 11, "compression", (24, 18), (15, 10)),
     "OneBitAdam, 4 buckets": Case(
         OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (24, 11), (24, 11)
@@ -120,7 +120,7 @@ CASES = {
     "Lamb, state in codes": Case(Lamb, IN_CODES, 3, "uncompressed", (21, 5), (21, 5)),
     "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8), (8, 8)),
     "OneBitLion, clips, scaler": Case(OneBitLion, CLIPS, 3, "one-bit", (11, 10), (11, 10), scaler=True),
-    "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 26), (9, 9)),
+    "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 20), (9, 9)),
     "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 4), (9, 4)),
     "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (3, 3), (2, 2)),
     "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (2, 2), (2, 2)),
@@ -131,11 +131,11 @@ CASES = {
         ZeroOneAdam, zero_one(2, 4) | CLIPS, 7, "local", (6, 6), (4, 4), scaler=True
     ),
     "ZeroOneAdam, own variances, local step": Case(ZeroOneAdam, own(4), 5, "local", (2, 2), (2, 2)),
-    "ZeroOneAdam, own variances, last step": Case(ZeroOneAdam, own(4), 7, "one-bit", (21, 8), (21, 8)),
+    "ZeroOneAdam, own variances, last step": Case(ZeroOneAdam, own(4), 7, "one-bit", (23, 8), (21, 8)),
     "ZeroOneAdam, own variances, round of one": Case(ZeroOneAdam, own(1), 17, "one-bit", (12, 7), (12, 7)),
-    "ZeroOneAdam, own variances, round of one that tells": Case(ZeroOneAdam, own(1), 19, "one-bit", (20, 7), (20, 7)),
+    "ZeroOneAdam, own variances, round of one that tells": Case(ZeroOneAdam, own(1), 19, "one-bit", (22, 7), (20, 7)),
     "ZeroOneAdam, own variances, clips, scaler": Case(
-        ZeroOneAdam, own(4) | CLIPS, 7, "one-bit", (25, 11), (25, 11), scaler=True
+        ZeroOneAdam, own(4) | CLIPS, 7, "one-bit", (27, 11), (25, 11), scaler=True
     ),
     "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (8, 4), (8, 4)),
     "MarsitSGD, clips, scaler": Case(MarsitSGD, CLIPS, 4, "one-bit", (11, 6), (11, 6), scaler=True),

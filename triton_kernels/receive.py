@@ -85,8 +85,8 @@ def zero(at, count):
 def receive_kernel(
     words, words_stride, own_words, own_words_stride, summed, summed_stride, message_scales, message_scales_stride,
     segment, worker_measured, server_segment, server_measured, rank, scale, worker_scale, worker_settled, server_scale,
-    server_settled, hold, flags, digest, total, ticket, updates, coef, block_tensor, weight, limit, norm, squares, world_size,
-    parts, spans, length, span, blocks_per_message, programs,
+    server_settled, hold, flags, digest, total, ticket, updates, coef, block_tensor, weight, limit, norm, squares,
+    world_size, parts, spans, length, span, blocks_per_message, programs,
 ):  # fmt: skip
     """Grid: W rows of each part, of spans, each of LANES blocks of a message and a share of what is summed.
 
@@ -159,8 +159,7 @@ def receive(
     server_segment: Table, server_measured: Floats, rank: int, scale: PerBlock, worker_scale: PerBlock,
     worker_settled: PerBlock, server_scale: Floats, server_settled: Floats, hold: Flag, flags: Flag, digest: Counters,
     total: Counters, ticket: Flag, coef: Floats | None, block_tensor: Indices | None, weight: PerBlock | None,
-    limit: Doubles | None, norm: Doubles | None, squares: Doubles | None,
-    updates: Counters | None = None,
+    limit: Doubles | None, norm: Doubles | None, squares: Doubles | None, updates: Counters | None = None,
 ) -> None:  # fmt: skip
     """Takes up what servers have sent, and hands scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
 

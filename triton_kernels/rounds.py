@@ -29,7 +29,8 @@ def _clear_flags(words, words_stride, own_words, world_size):
 @jit()
 def close_round_kernel(
     words, words_stride, own_words, summed, summed_stride, coef, block_tensor, steps, most, hold, scale, taken, limit,
-    digest, flags, total, ticket, updates, heads, heads_stride, head, world_size, spans, length, blocks, blocks_per_program, programs, SIGNS: tl.constexpr,
+    digest, flags, total, ticket, updates, heads, heads_stride, head, world_size, spans, length, blocks,
+    blocks_per_program, programs, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows of spans, each of SPAN times 8 bytes of what is summed and a share of the blocks.
 
@@ -43,7 +44,7 @@ def close_round_kernel(
     kept = (bad == 0) & (held == 0)
     row = (summed + w * summed_stride).to(tl.pointer_type(tl.int64), bitcast=True)
     summed_here = sum_span(row, j * SPAN, tl.minimum(j * SPAN + SPAN, length))
-    if heads is not None:
+    if heads is not None:  # noqa: SIM102 - what there is none of must not be compiled
         if j == 0:
             summed_here += sum_span((heads + w * heads_stride).to(tl.pointer_type(tl.int64), bitcast=True), 0, head)
     tl.atomic_add(total, summed_here, sem="relaxed")
@@ -108,7 +109,7 @@ def close_round(
         scale: float32 [B], written: eta_s.
         taken: float32 [B], written: s of ``local_update``.
         limit: float32 [B], written: its limit.
-        digest: int64 [1], written: the wrapping sum of the 8-byte words of ``summed`` and ``heads``, and of ``updates``.
+        digest: int64 [1], written: the wrapping sum of the 8-byte words of ``summed`` and ``heads``, and ``updates``.
         flags: int32 [1], written: ``agreed_flags``.
         total: int64 [1], 0; scratch.
         ticket: int32 [1], 0; scratch.

@@ -91,8 +91,8 @@ class Handshake:
         torch.gt(tail[: HandshakeWord.ABORT + 1], 0, out=found[0, :-1])
         torch.any(differ, 0, out=found[0, -1])
         # Made on the device: uploading a tensor from the host would wait for it.
-        flags = 2 ** torch.arange(len(_FLAGS), dtype=torch.int32, device=tail.device)
-        return (found * flags).sum(1, dtype=torch.int32), differ
+        place = torch.arange(len(_FLAGS), dtype=torch.int32, device=tail.device)
+        return (found << place).sum(1, dtype=torch.int32), differ
 
     def absent(self, tail: Tensor) -> Tensor | None:
         """Return of which tensors no rank has a gradient, bool [tensors]; None where this rank has all of them."""

@@ -417,10 +417,10 @@ class DistributedOptimizer(Keeper):
 
     def _compare_state(self) -> None:
         """Let ranks compare what they have in common when they next meet, once in so many steps."""
-        done, since = self.step_count.total, self._round_steps
-        if self._captures or self.digest is None or not self.synchronised:
+        if self._captures or self.transport.world_size == 1 or self.digest is None or not self.synchronised:
             return
-        if done // COMPARED_EVERY > (done - since) // COMPARED_EVERY:
+        done = self.step_count.total
+        if done // COMPARED_EVERY > max(0, done - self._round_steps) // COMPARED_EVERY:
             for tensor in self._in_common():
                 self.digest.add_(sum_of_words(tensor))
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag
-from ..comm.agreement import sum_of_words
 from ..comm.absent import absence, absent_on_all
+from ..comm.agreement import sum_of_words
 from ..comm.message import OUT_OF_STEP, RECEIVED
 from ..core.handshake import Handshake, HandshakeWord
 from ..core.optimizer import DistributedOptimizer

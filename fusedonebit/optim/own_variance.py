@@ -82,7 +82,7 @@ class OwnVariance:
         return torch.cat([told, sums.float()])
 
     def follow(self, optimizer: Owner, told: Tensor, flags: Tensor, absent: Tensor | None) -> None:
-        """Renew rho of what all ranks tell, ``told`` is this one's and becomes their sum; nothing of it where the step was skipped.
+        """Renew rho of what all ranks tell, ``told`` is this one's and becomes their sum; nothing where it was skipped.
 
         Raises:
             CollectiveError: if the collective fails.

@@ -12,9 +12,10 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,7 +29,6 @@ from fusedonebit import (
     AdamW,
     CollectiveError,
     DisagreementError,
-    FusedOneBitWarning,
     Lamb,
     MarsitAdam,
     MarsitSGD,
@@ -85,7 +85,10 @@ CASES = {
     "0/1 Adam": Case(ZeroOneAdam, {"sync_policy": EveryStep()}),
     "0/1 Adam, rounds": Case(ZeroOneAdam, {"sync_policy": FixedRounds(2)}, steps=12, after=4),
     "0/1 Adam, shared": Case(
-        ZeroOneAdam, {"variance_policy": DoublingVariance(2), "sync_policy": DoublingRounds(1, 4, most=2)}, steps=14, after=4
+        ZeroOneAdam,
+        {"variance_policy": DoublingVariance(2), "sync_policy": DoublingRounds(1, 4, most=2)},
+        steps=14,
+        after=4,
     ),
     "0/1 Adam, shared, scaler": Case(
         ZeroOneAdam, {"variance_policy": DoublingVariance(2), "sync_policy": EveryStep()}, scaler=True
@@ -101,27 +104,40 @@ CASES = {
 }
 
 KINDS = {
-    "_average": "the warm-up's sum",
-    "_renew": "the warm-up's sum",
-    "exchange": "messages, or bits on their way",
-    "take_residuals": "residuals' sum",
-    "follow": "a level",
-    "agree": "a scale's sum",
-    "_exchange_together": "messages, or bits on their way",
-    "synchronise": "messages inside a node",
-    "gather": "what ranks state",
+    ("averaging", "_average"): "sum of gradients",
+    ("allreduce", "exchange"): "messages",
+    ("parted", "_exchange_together"): "messages of buckets",
+    ("parted", "synchronise"): "messages inside a node",
+    ("partition", "_average"): "gradients inside a node",
+    ("squares", "exchange"): "squares",
+    ("parted", "_gathered_sums"): "squares inside a node",
+    ("own_variance", "follow"): "level",
+    ("scaling", "agree"): "norms and infs",
+    ("allreduce", "take_residuals"): "residuals",
+    ("parted", "take_residuals"): "residuals",
+    ("agreement", "_gather_rows"): "next rounds",
+    ("marsit", "_reduce_scatter"): "signs, on hops",
+    ("marsit", "_all_gather"): "signs, finished",
+    ("marsit", "_gather_owned"): "signs, of owners",
+    ("marsit", "_average"): "sum of updates",
+    ("rounds", "_gather_headers"): "headers alone",
+    ("rounds", "_gather_inside"): "round inside a node",
 }
-"""What is sent, by the function that sends it."""
+"""What is sent, by the file and the function that send it."""
 
 
 @dataclass
 class Flip:
-    """Where a bit is flipped: in which message of a rank, and where in it, a share of its bytes; and which."""
+    """Where a bit is flipped: in which message of a rank, in which byte, and which of that."""
 
     rank: int
     message: int
-    place: float
+    byte: int
     bit: int
+
+
+Kind = tuple[str, int, int]
+"""What was received, its bytes, and how many messages these are."""
 
 
 class Heard:
@@ -129,26 +145,27 @@ class Heard:
 
     def __init__(self, rank: int, flip: Flip | None) -> None:
         self.flip = flip if flip is not None and flip.rank == rank else None
-        self.kinds: list[str] = []
+        self.kinds: list[Kind] = []
         self.listens, self.before = False, 0
 
     def receive(self, received: Tensor) -> None:
         if not self.listens:
             return
         if self.flip is not None and self.flip.message == len(self.kinds):
-            data = received.detach().view(torch.uint8).reshape(-1) if received.is_contiguous() else None
-            assert data is not None
-            data[min(int(self.flip.place * len(data)), len(data) - 1)] ^= 1 << self.flip.bit
-        self.kinds.append(_kind())
+            data = received.detach().view(torch.uint8).view(-1)
+            data[self.flip.byte % len(data)] ^= 1 << self.flip.bit
+        self.kinds.append((_kind(), received.nbytes, len(received) if received.dim() > 1 else 1))
 
 
 def _kind() -> str:
     """Name the message that is being received by the function that has asked for it."""
     frame = sys._getframe(2)
-    while "transport" in frame.f_code.co_filename or frame.f_code.co_filename == __file__ or "simulated" in frame.f_code.co_filename:
+    while True:
+        place = Path(frame.f_code.co_filename).stem, frame.f_code.co_name
+        if place in KINDS:
+            return KINDS[place]
+        assert frame.f_back is not None, "a message that this test does not know"
         frame = frame.f_back
-    place = frame.f_code.co_filename.rsplit("/", 1)[-1].removesuffix(".py")
-    return f"{place}.{frame.f_code.co_name}:{frame.f_lineno}"
 
 
 class Flipping(SimulatedTransport):
@@ -186,13 +203,13 @@ class Ended(NamedTuple):
 
     raised: list[str]
     state: dict[str, Tensor]
-    kinds: list[str]
+    kinds: list[Kind]
 
 
 def in_common(optimizer: Any) -> dict[str, Tensor]:
     """Return parameters, counts and whatever else is no rank's own, in memory of its own."""
     kept = [spec for spec in optimizer.kept if spec.applies(optimizer, optimizer.compressed) and not spec.of_rank]
-    told = {spec.name: spec.tensor(optimizer) for spec in kept if not spec.name == "anchor"}
+    told = {spec.name: spec.tensor(optimizer) for spec in kept if spec.name != "anchor"}
     told |= {f"parameter {i}": p for i, p in enumerate(optimizer.parameters.dense)}
     told |= {"updates": optimizer.updates, "own_steps": optimizer.own_steps}
     return {name: tensor.detach().clone() for name, tensor in told.items()}
@@ -260,3 +277,54 @@ def verdict(ends: list[Ended]) -> str:
 
 def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8) if x.dim() else x.view(1).view(torch.uint8)
+
+
+def flips_of(case: Case, ends: list[Ended], seed: str, count: int) -> dict[str, list[Flip]]:
+    """Choose so many flips in each kind of message: by turns in the first 48 bytes of a message, last, and anywhere."""
+    chosen = random.Random(seed)
+    found: dict[str, list[Flip]] = defaultdict(list)
+    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, end in enumerate(ends):
+        for message, (kind, *_) in enumerate(end.kinds):
+            places[kind].append((rank, message))
+    for kind, where in places.items():
+        for turn in range(count):
+            rank, message = chosen.choice(where)
+            _, nbytes, rows = ends[rank].kinds[message]
+            byte = (
+                nbytes // rows * chosen.randrange(rows) + chosen.randrange(min(48, nbytes // rows)),
+                nbytes - 1 - chosen.randrange(min(48, nbytes)),
+                chosen.randrange(nbytes),
+            )[turn % 3]
+            found[kind].append(Flip(rank, message, byte, chosen.randrange(8)))
+    return found
+
+
+def flip_all(names: Iterable[str], count: int) -> None:
+    """Flip so many bits in each kind of message of each case, print what became of them, and refuse any that parts."""
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    parted = []
+    for name in names:
+        intact = run(CASES[name])
+        assert verdict(intact) == "equal", f"{name}, of which no bit was flipped: {verdict(intact)} {intact[0].raised}"
+        for kind, flips in flips_of(CASES[name], intact, name, count).items():
+            for flip in flips:
+                said = verdict(run(CASES[name], flip))
+                table[kind][said.partition(":")[0]] += 1
+                parted += [f"{name}, {kind}: {flip}: {said}"] * said.startswith("parted")
+    print(f"{'kind of message':26}{'flips':>7}{'found':>7}{'equal':>7}{'parted':>8}")
+    for kind, ends in [*table.items(), ("all", sum(table.values(), Counter()))]:
+        print(f"{kind:26}{ends.total():7}{ends['found']:7}{ends['equal']:7}{ends['parted']:8}")
+    assert not parted, "\n".join(parted)
+
+
+def test_a_flipped_bit_is_found_or_parts_no_ranks_in_a_sample():
+    flip_all(("1-bit Adam", "0/1 Adam", "MarsitSGD, two levels"), 1)
+
+
+@pytest.mark.long
+def test_no_flipped_bit_parts_ranks_unnoticed(capsys):
+    """More than 400 of them, in some minutes."""
+    with capsys.disabled():
+        print()
+        flip_all(CASES, 4)

@@ -1,0 +1,96 @@
+"""What all ranks must have in common is compared while they train: counts in each step, the rest every 64 steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizers import MAKE
+from torch.nn import Parameter
+
+from fusedonebit import OutOfStepError
+from fusedonebit.comm import SimulatedGroup
+from fusedonebit.core.optimizer import COMPARED_EVERY
+from fusedonebit.optim.policies import FixedRounds
+
+SIZES = (300, 5, 700)
+Change = Callable[[Any], None]
+
+
+def steps_until_told(name: str, change: Change | None, at: int, count: int) -> list[int]:
+    """Change something on rank 1 before a step; return, of each rank, the step that has told of it, -1 if none has."""
+
+    told: list[str] = []
+
+    def run(rank: int, transport: Any) -> int:
+        generator = torch.Generator().manual_seed(7)
+        params = [Parameter(torch.randn(n, generator=generator)) for n in SIZES]
+        rounds = {"sync_policy": FixedRounds(2)} if name == "ZeroOneAdam" else {}
+        optimizer = MAKE[name](params, lr=1e-3, block_size=128, process_group=transport, **rounds)
+        for step in range(1, count + 1):
+            generator.manual_seed(10 * step + rank)
+            for i, p in enumerate(params):
+                p.grad = None if step % 5 == i else torch.randn(len(p), generator=generator)
+            if step == at and rank == 1 and change is not None:
+                change(optimizer)
+            try:
+                optimizer.step()
+            except OutOfStepError as error:
+                told.append(str(error))
+                return step
+        assert all(torch.isfinite(p).all() for p in params)
+        return -1
+
+    steps = SimulatedGroup(2).run(run)
+    assert all("digest of the last synchronisation" in text for text in told)
+    return steps
+
+
+def count_once_more(optimizer: Any) -> None:
+    optimizer.updates += 1
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("name", MAKE)
+def test_a_rank_that_has_counted_another_number_of_updates_is_told_on_all_at_once(name):
+    first, second = steps_until_told(name, count_once_more, 12, 20)
+    assert first == second
+    assert 12 <= first <= 12 + 3
+
+
+def change_parameter(optimizer: Any) -> None:
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][2][17] *= 1 + 2**-22
+
+
+def change_variance(optimizer: Any) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][2]]["exp_avg_sq"][17] *= 1.5
+
+
+def change_steps(optimizer: Any) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][2]]["step"] += 1
+
+
+CHANGES = {"a parameter": change_parameter, "its variance": change_variance, "its number of steps": change_steps}
+NO_COMMON_VARIANCE = ("ZeroOneAdam, own", "MarsitSGD", "MarsitAdam", "OneBitLion")
+
+
+@pytest.mark.long(but=4)
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", MAKE)
+def test_what_was_changed_on_one_rank_is_told_on_all_within_64_steps(name, what):
+    if what == "its variance" and name in NO_COMMON_VARIANCE:
+        pytest.skip("each worker has a variance of its own, or none")
+    at = COMPARED_EVERY - 5
+    first, second = steps_until_told(name, CHANGES[what], at, COMPARED_EVERY + 6)
+    assert first == second
+    assert at <= first <= COMPARED_EVERY + 4
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("name", MAKE)
+def test_nothing_is_told_where_nothing_was_changed(name):
+    assert steps_until_told(name, None, 0, COMPARED_EVERY + 6) == [-1, -1]
