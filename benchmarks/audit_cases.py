@@ -52,7 +52,8 @@ GUARD = {"coef": "*fp32", "block_tensor": "*i32", "weight": "*fp32"}
 GUARD |= dict.fromkeys(("limit", "norm", "squares"), "*fp64")
 TELLS = {"told": "*fp32"}
 OF_A_SCALED_LOSS = dict.fromkeys(("loss_scale", "found_inf", "earlier"), "*fp32")
-CLIPS = {"CLIPS": True, "WEIGHS": 1}
+CLIPS = {"CLIPS": True, "WEIGHS": 1, "digest": "*i64"}
+COUNTED = {"updates": "*i64"}
 WEIGHED = {"weights": "*fp32"}
 BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
@@ -196,8 +197,10 @@ CASES = {
     "apply_momentum, preconditioned, bf16, 16-bit corrections": Case("apply_momentum", SUMS | CORRECTED),
     "finish": Case("finish", FINISH | {"NORM": 1}, loops=(0, 0, 1, 1, *[0] * 9), halves=1, num_warps=1),
     "finish_alone": Case("finish_alone", ALONE, loops=(0, 0, 1, 1, 0, 0, 1, *[0] * 4), num_warps=1),
-    "receive": Case("receive", loops=(1, 1, 0, 0), share=128, cached=HEADERS, num_warps=1),
-    "receive, guarded": Case("receive", GUARD, loops=(1, 1, *[0] * 6), share=128, cached=HEADERS, num_warps=1),
+    "receive": Case("receive", COUNTED, loops=(1, 1, 0, 0), share=128, cached=HEADERS, num_warps=1),
+    "receive, guarded": Case(
+        "receive", GUARD | COUNTED, loops=(1, 1, *[0] * 6), share=128, cached=HEADERS, num_warps=1
+    ),
     "lamb_update": Case("lamb_update"),
     "lamb_update, alone, moments in bf16": Case("lamb_update", FOUND | HALF_MOMENTS, halves=2),
     "lamb_update, alone, bf16, moments in codes": Case("lamb_update", FOUND | BF16 | CODED_MOMENTS, halves=2),
@@ -220,7 +223,9 @@ CASES = {
     "local_update, Adam, decays": Case("local_update", ADAM | {"DECAYS": True}, halves=1),
     "local_update, Adam, bf16": Case("local_update", ADAM | BF16, halves=1),
     "merge_signs": Case("merge_signs"),
-    "close_round": Case("close_round", {"SIGNS": True}, loops=(1, 0, 1, 0), share=128, cached=HEADERS, num_warps=1),
+    "close_round": Case(
+        "close_round", COUNTED | {"SIGNS": True}, loops=(1, 0, 1, 0), share=128, cached=HEADERS, num_warps=1
+    ),
     "close_parts": Case("close_parts", GUARD, loops=(0, 1, *[0] * 4), num_warps=1),
     "pick_owned, W=2": Case("pick_owned", loops=2, share=2),
     "pick_owned, W=8": Case("pick_owned", loops=8, share=8),
@@ -337,7 +342,7 @@ VARIANTS = {
     "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | {"DECAYS": True}),
     "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK_SIZE": 128}),
     "close_parts, no guard": Case("close_parts", num_warps=1),
-    "close_round, floats": Case("close_round", num_warps=1),
+    "close_round, floats": Case("close_round", COUNTED | {"heads": "*u8"}, num_warps=1),
     "merge_signs, short rows": Case("merge_signs", {"parts": 1}),
     "pick_owned, W=1": Case("pick_owned", {"world_size": 1}),
     "place_owned, W=1": Case("place_owned", {"world_size": 1}),

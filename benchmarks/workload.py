@@ -221,6 +221,7 @@ class Workload:
             *(self.coef, self.block_tensor, self._scale(1.0, blocks)),
             *(torch.full((n,), 1e30, dtype=torch.float64, device=self.device)[0] for n in (1, 1)),
             torch.zeros(self.world_size * spans_of(served), dtype=torch.float64, device=self.device),
+            self._sum(),
         )
         return partial(ops.receive, *arguments)
 
@@ -333,7 +334,7 @@ class Workload:
         written = [self._scale(0.0, self.layout.n_blocks) for _ in range(3)]
         arguments = (
             *(messages.words, messages.words[0], messages.front, self.coef, self.block_tensor, 1.0, 1.0, True),
-            *(self.skip, *written, self._sum(), self.skip.clone(), self._sum(), self.skip.clone()),
+            *(self.skip, *written, self._sum(), self.skip.clone(), self._sum(), self.skip.clone(), self._sum()),
         )
         return partial(ops.close_round, *arguments)
 

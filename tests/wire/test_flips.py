@@ -87,7 +87,7 @@ CASES = {
     "0/1 Adam, shared": Case(
         ZeroOneAdam,
         {"variance_policy": DoublingVariance(2), "sync_policy": DoublingRounds(1, 4, most=2)},
-        steps=14,
+        steps=15,
         after=4,
     ),
     "0/1 Adam, shared, scaler": Case(
