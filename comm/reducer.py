@@ -87,9 +87,6 @@ class Reducer(Protocol):
         Called after all else that may change them, such as ``refuse``.
         """
 
-    def check_idle(self) -> None:
-        """Raise RuntimeError while something is under way that can't be looked at."""
-
     def settle(self) -> None:
         """Form deferred residuals in place. Changes no later step; only checkpoints and people who look need it."""
 
