@@ -260,15 +260,20 @@ class _ParsedError(Exception):
     """A program has understood its arguments: it need not go on."""
 
 
+def put_at_hand(folder: Path) -> None:
+    """Puts into a folder what the pages take for granted."""
+    (folder / "my.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    (folder / "ds_config.json").write_text('{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}')
+    for name in ("adam", "lamb", "mine"):
+        (folder / "runs" / name).mkdir(parents=True)
+        record = {"optimizer": name, "step": 1, "loss": 1.0, "phase": "warmup", "bytes_step": 8, "bytes_total": 8}
+        (folder / "runs" / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+
+
 @pytest.fixture
 def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the pages take for granted."""
-    (tmp_path / "my.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    (tmp_path / "ds_config.json").write_text('{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}}}')
-    for name in ("adam", "lamb", "mine"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        record = {"optimizer": name, "step": 1, "loss": 1.0, "phase": "warmup", "bytes_step": 8, "bytes_total": 8}
-        (tmp_path / "runs" / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    put_at_hand(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -315,10 +320,15 @@ sys.exit("it parses nothing")
 """
 
 
+def source_of(module: str) -> str:
+    """The program that ``python -m module`` runs."""
+    file = ROOT / module.replace(".", "/")
+    return (file / "__main__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
+
+
 def check_module(module: str, arguments: list[str], patch: pytest.MonkeyPatch) -> None:
     assert importlib.util.find_spec(module) is not None
-    file = ROOT / module.replace(".", "/")
-    source = (file / "__main__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
+    source = source_of(module)
     if "argparse" not in source:
         assert not arguments
     elif re.search(r"TRITON_INTERPRET|import [^\n]*\baudit\b", source):  # switches it off for its whole process
