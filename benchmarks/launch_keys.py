@@ -1,8 +1,8 @@
 """Compiles recorded launch keys ahead of time, without a GPU: each for what Triton's launcher would compile it for.
 
 ``tests/launch_keys.py`` records them of whole steps of all optimizers. Exits with 1 where a kernel does not compile for
-some key, spills registers, or has a race between warps (``benchmarks.races``). Nothing is measured: ``benchmarks.audit``
-has the numbers of the usual cases.
+some key, spills registers, or has a race between warps (``benchmarks.races``). Nothing is measured:
+``benchmarks.audit`` has the numbers of the usual cases.
 """
 
 from __future__ import annotations
@@ -163,9 +163,8 @@ def main() -> int:
     keys = json.loads(arguments.keys.read_text())
     if arguments.once_per_kernel:
         keys = once_per_kernel(keys)
-    wrong = [
-        text for target in arguments.target for text in run(keys, target, arguments.processes, arguments.any_spills)
-    ]
+    how = arguments.processes, arguments.any_spills
+    wrong = [text for target in arguments.target for text in run(keys, target, *how)]
     print("\n".join(wrong) or "all keys compile, and none spills")
     return 1 if wrong else 0
 

@@ -1,9 +1,9 @@
 """Finds races between the warps of a program, in Triton's own IR of a compiled kernel, without a GPU.
 
-A word that one warp loads and another stores, with no barrier between, is loaded as it was or as it will be. Warps share
-words where a block has fewer elements than they have threads: Triton gives an element to several of them, all load it,
-and the first stores it. They share scalars likewise. What the others have loaded does no harm while nothing but that
-same store depends on it, which they leave to the first. Programs of a grid are not compared with each other.
+A word that one warp loads and another stores, with no barrier between, is loaded as it was or as it will be. Warps
+share words where a block has fewer elements than they have threads: Triton gives an element to several of them, all
+load it, and the first stores it. They share scalars likewise. What the others have loaded does no harm while nothing
+but that same store depends on it, which they leave to the first. Programs of a grid are not compared with each other.
 """
 
 from __future__ import annotations
@@ -129,9 +129,6 @@ class _Kernel:
             if match is not None:
                 result, name, rest = match.groups()
                 uses = tainted & set(re.findall(r"%([\w.]+)", rest))
-                kind = (
-                    rest.rpartition(" : ")[2].rpartition(" to ")[2].rpartition(", ")[2 if "tensor" not in rest else 0]
-                )
                 if not uses:
                     tainted -= {str(result)}
                 elif name == "scf.yield" and regions:
@@ -142,7 +139,6 @@ class _Kernel:
                     tainted.add(str(result))
                 else:
                     return line.strip()
-                del kind
             if line.rstrip().endswith("{") and not re.match(r"\s*\} (else|do) \{", line):
                 regions.append(match[1] if match is not None and match[1] else "")
             elif re.match(r"\s*\}", line) and not line.rstrip().endswith("{") and regions:

@@ -1,9 +1,9 @@
-"""Compiles what whole steps launch with the oldest and the newest Triton that are claimed: ``python -m benchmarks.tritons``.
+"""Compiles what whole steps launch, with the oldest and the newest Triton claimed: ``python -m benchmarks.tritons``.
 
 No GPU is needed. The launch keys of whole steps are recorded once, all are compiled for sm_90 with each Triton, and of
-each kernel one or two for the other targets. The oldest Triton lies in ``build/``, where pip puts it the first time. The
-record is ``benchmarks/results/tritons.json``, and docs/performance.md has it as a table. Exits with 1 where any does not
-compile, or has a race between warps.
+each kernel one or two for the other targets. The oldest Triton lies in ``build/``, where pip puts it the first time.
+With ``--update`` the record is ``benchmarks/results/tritons.json``, and docs/performance.md has it as a table. Exits
+with 1 where any does not compile, or has a race between warps.
 """
 
 from __future__ import annotations
@@ -64,16 +64,8 @@ def compiled(path: Path, version: str, folder: Path | None, *arguments: str) -> 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.launch_keys",
-        str(path),
-        "--processes",
-        "2",
-        "--any-spills",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "benchmarks.launch_keys", str(path), "--processes", "2", "--any-spills"]
+    command += arguments
     began, lines = time.monotonic(), []
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -97,14 +89,9 @@ def table(record: Mapping[str, Any]) -> str:
     """Returns the record as Markdown."""
     lines = ["| torch | Triton | target | launch keys compiled |", "|---|---|---|--:|"]
     for row in record["rows"]:
-        lines.append(
-            f"| {record['torch']} | {row['triton']} | {row['target']} | {row['compiled']:,} of {row['keys']:,} |"
-        )
-    lines += [
-        "",
-        "| torch | Triton | executed on CPUs, in Triton's interpreter, by | run on a GPU |",
-        "|---|---|---|---|",
-    ]
+        counted = f"{row['compiled']:,} of {row['keys']:,}"
+        lines.append(f"| {record['torch']} | {row['triton']} | {row['target']} | {counted} |")
+    lines += ["", "| torch | Triton | executed in Triton's interpreter by | run on a GPU |", "|---|---|---|---|"]
     lines += [f"| {each['torch']} | {each['triton']} | `{each['by']}` | never |" for each in executed()]
     return "\n".join(lines) + "\n"
 

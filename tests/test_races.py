@@ -45,7 +45,7 @@ USED = "%sum = ttg.convert_layout %y : tensor<LANESxf64, #blocked> -> tensor<LAN
 """Hands to others what every warp has computed of what it has loaded."""
 
 
-@pytest.mark.kernels
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_kernels_that_count_have_no_race_between_warps():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
