@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -87,10 +88,10 @@ def executed() -> list[dict[str, str]]:
 
 def table(record: Mapping[str, Any]) -> str:
     """Returns the record as Markdown."""
-    lines = ["| torch | Triton | target | launch keys compiled |", "|---|---|---|--:|"]
+    lines = ["| Python | torch | Triton | target | launch keys compiled |", "|---|---|---|---|--:|"]
     for row in record["rows"]:
         counted = f"{row['compiled']:,} of {row['keys']:,}"
-        lines.append(f"| {record['torch']} | {row['triton']} | {row['target']} | {counted} |")
+        lines.append(f"| {record['python']} | {record['torch']} | {row['triton']} | {row['target']} | {counted} |")
     lines += ["", "| torch | Triton | executed in Triton's interpreter by | run on a GPU |", "|---|---|---|---|"]
     lines += [f"| {each['torch']} | {each['triton']} | `{each['by']}` | never |" for each in executed()]
     return "\n".join(lines) + "\n"
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(compiled(path, version, folder, "--target", EVERY))
         rows += [compiled(path, version, folder, "--once-per-kernel", "--target", target) for target in OTHERS]
     if given.update:
-        record = {"torch": torch.__version__.partition("+")[0], "rows": rows}
+        record = {"python": platform.python_version(), "torch": torch.__version__.partition("+")[0], "rows": rows}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         write_tables(PERFORMANCE, table(record), NAME)
     for row in rows:
