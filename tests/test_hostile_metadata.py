@@ -260,16 +260,24 @@ def test_no_file_but_the_folders_own_is_read(saved):
         assert message
 
 
-def test_metadata_is_a_regular_file_of_the_folder(saved, tmp_path):
-    for make in (
-        lambda path: os.mkfifo(path),
-        lambda path: path.symlink_to("/dev/zero"),
-        lambda path: path.symlink_to(saved.folder / ".metadata"),
+def enormous(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)  # which takes no room
+
+
+def test_metadata_is_a_regular_file_of_the_folder_and_of_bounded_size(saved, tmp_path):
+    for i, (make, text) in enumerate(
+        [
+            (os.mkfifo, "must be a regular file of"),
+            (lambda path: path.symlink_to("/dev/zero"), "must be a regular file of"),
+            (lambda path: path.symlink_to(saved.folder / ".metadata"), "must be a regular file of"),
+            (enormous, "must have at most 1073741824 bytes"),
+        ]
     ):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder = tmp_path / str(i)
         folder.mkdir()
         make(folder / ".metadata")
-        with pytest.raises(ValueError, match="must be a regular file of"):
+        with pytest.raises(ValueError, match=text):
             dcp.load(*make_network(), folder)
 
 
