@@ -260,6 +260,16 @@ def test_no_file_but_the_folders_own_is_read(saved):
         assert message
 
 
+def test_a_url_of_a_folder_is_that_folder(saved):
+    saved.load(saved.pickle)
+    model, optimizer = make_network()
+    dcp.load(model, optimizer, f"file://{saved.folder}")
+    assert saved._all(model, optimizer) == saved.loaded
+    saved.load(with_values(saved, [changed("entry", "relative_path", "link.distcp")]))
+    with pytest.raises(ValueError, match=r"link\.distcp must be a regular file of"):
+        dcp.load(*make_network(), f"file://{saved.folder}")
+
+
 def enormous(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)  # which takes no room
