@@ -11,7 +11,6 @@ import pickle
 import pickletools
 import sys
 import tracemalloc
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from fusedonebit import dcp
 from fusedonebit.checkpoint.storage import CheckedReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one rank alone
 
 SEAL = len("\nfusedonebit crc32 01234567\n")
 NAMES = (*metadata.__all__, "_MEM_FORMAT_ENCODING")
@@ -67,9 +68,7 @@ class Saved:
         model, optimizer = make_network()
         before = self._all(model, optimizer)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, that there is one rank alone
-                dcp.load(model, optimizer, self.folder)
+            dcp.load(model, optimizer, self.folder)
         except ValueError as error:
             assert self._all(model, optimizer) == before
             return error
