@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 WORKERS ?= 2
 
-.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-ecosystem docs dist lint format hooks bench peers gpu clean
+.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-tritons test-ecosystem docs dist lint format hooks bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-full  run all tests, the long ones included"
 	@echo "make test-oldest  some of each kind with the oldest torch and triton that are claimed (4 minutes, after gigabytes)"
 	@echo "make test-python OTHER=python3.12  a few of each kind on another Python (2 minutes, after the downloads)"
+	@echo "make test-tritons  compile what whole steps launch with the oldest and the newest Triton (minutes; no GPU is needed)"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
 	@echo "make dist       sdist and wheel, in dist/, for a release"
@@ -116,6 +117,9 @@ test-python:
 	@$(MAKE) --no-print-directory test-python-here
 test-python-here: $(OTHER_VENV)/.ready
 	$(OTHER_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS:%=tests/test_%.py) tests/wire/test_collectives.py
+
+test-tritons: $(READY)
+	$(BIN)/python -m benchmarks.tritons
 
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)
