@@ -92,7 +92,7 @@ def test_tritons_launcher_takes_the_arguments_of_each_kernel(name):
     ((_, num_warps, arguments),) = keys
     assert num_warps == 4
     assert [argument for argument, _, _ in arguments] == [parameter.name for parameter in OPS[name].parameters]
-    assert {(kind, value) for _, kind, value in arguments} <= {("i32", ""), ("constexpr", 3)}
+    assert {(kind, value) for _, kind, value in arguments} <= {("i32", ""), ("constexpr", 3), ("fp64", "")}
 
 
 @pytest.mark.parametrize(

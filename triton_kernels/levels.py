@@ -119,9 +119,6 @@ def follow_level_kernel(
     total = (tl.load(told + projections + t) * per_worker).to(tl.float64)
     done = tl.load(steps + t) + 1.0
     last = tl.load(levels + FOLLOWED * levels_stride + t).to(tl.float64)
-    level = tl.load(levels + LEVEL * levels_stride + t)
-    weight = tl.load(levels + WEIGHT * levels_stride + t)
-    tl.debug_barrier()  # all warps have read what the first is about to write
     taken = (tl.load(flags) == 0) & (square > 0) & (square <= LARGEST) & (total <= LARGEST)
     if absent is not None:
         taken = taken & (tl.load(absent + t) == 0)
@@ -129,8 +126,11 @@ def follow_level_kernel(
     one = tl.zeros([1], tl.float64) + 1.0  # ``power`` takes lanes
     kept = tl.sum(power(one * beta2, one * tl.maximum(done - last, 1.0)))
     unbias = 1.0 / (1.0 - tl.sum(power(one * beta2, one * done)))
+    level = tl.load(levels + LEVEL * levels_stride + t)
+    weight = tl.load(levels + WEIGHT * levels_stride + t)
     new_level, new_weight = followed_level(level.to(tl.float64), weight.to(tl.float64), kept, square)
     share = share_of(new_level, new_weight, total, unbias, tl.full([], least, tl.float64))
+    tl.debug_barrier()  # all warps have read what the first is about to write
     tl.store(levels + LEVEL * levels_stride + t, tl.where(taken, new_level.to(tl.float32), level))
     tl.store(levels + WEIGHT * levels_stride + t, tl.where(taken, new_weight.to(tl.float32), weight))
     tl.store(levels + FOLLOWED * levels_stride + t, tl.where(taken, done, last).to(tl.float32))
