@@ -103,6 +103,7 @@ class DistributedOptimizer(Keeper):
         self._begun = self.averaged = False
         self._before: Before | None = None  # what the present step has counted so far is taken back by, if it fails
         self._changing = False  # what half done is no state to go on from
+        self._attempts: int | None = None  # before the exchange that is under way
         self._step_number: int | Tensor = 0
         self._captures = False
         self._scales: Scaling | None = None  # made where anybody clips, or scales a loss
@@ -204,7 +205,8 @@ class DistributedOptimizer(Keeper):
             vars(self.transport.traffic).update(before.traffic)
             self.coefficients.forget()
         elif self._changing:
-            self.outcomes.attempts -= not self._captures  # it was none
+            if self._attempts is not None:
+                self.outcomes.attempts = self._attempts  # it was none
             self.close("a step", error)
 
     def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
@@ -237,7 +239,7 @@ class DistributedOptimizer(Keeper):
         with self.parameters.standing_in(self.parameters.params if params is None else params):
             coef = self._ready()
             # From here on nothing is taken back: other ranks go on.
-            self._changing, self._before = not captured, None
+            self._changing, self._before, self._attempts = not captured, None, self.outcomes.attempts
             flags = self._synchronise_and_update(grads, coef, error is not None, captured)
         self._advance(flags)
         error = self._error_due(error)
@@ -246,6 +248,7 @@ class DistributedOptimizer(Keeper):
         if error is not None:
             self.step_count.fail()
         self._begun = self.averaged = self._changing = False
+        self._attempts = None
         if error is not None:
             raise error
         self.outcomes.act(known, self._describe)

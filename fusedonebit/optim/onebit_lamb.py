@@ -273,13 +273,16 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         self._layers[Layer.RATIO] = 1.0
         self._unit = self._layers[Layer.COEFFICIENT]
 
-    def _freeze_coefficients(self) -> None:
-        if not self._layers[Layer.AVERAGE].any():
+    def _check_what_freezes(self) -> None:
+        super()._check_what_freezes()
+        if not self.options.lives and not self._layers[Layer.AVERAGE].any():
             raise RuntimeError(
                 "the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made, or "
                 "DeepSpeed's numerics left all out because they were 1. Set freeze_step above "
                 f"{self.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
+
+    def _freeze_coefficients(self) -> None:
         if self.outcomes.updates > 0 and self._rewarms == 0:
             self._warn_of_averages()
         self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]

@@ -124,11 +124,7 @@ class OneBitOptimizer(TwoStageState):
     @torch.no_grad()
     def _freeze(self) -> None:
         """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but by rounding."""
-        if self.outcomes.updates == 0 and not self._is_corrected:
-            raise RuntimeError(
-                "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
-                "with the state of an earlier run before the first step, or set freeze_step >= 1"
-            )
+        self._check_what_freezes()
         keep = self.options.dead_coordinates == "keep"
         self._changing = True
         with self._moments_in_float32():
@@ -146,6 +142,14 @@ class OneBitOptimizer(TwoStageState):
             self.living.begin_step(self)
         self._arm_guard(last)
         self.publish_state()
+
+    def _check_what_freezes(self) -> None:
+        """Raise RuntimeError, before anything is changed, if the warm-up has left nothing that could be frozen."""
+        if self.outcomes.updates == 0 and not self._is_corrected:
+            raise RuntimeError(
+                "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
+                "with the state of an earlier run before the first step, or set freeze_step >= 1"
+            )
 
     def _change_moments(self, keep: bool) -> tuple[DeadCoordinates, Tensor]:
         """Make the compression stage's c and v of moments; ``keep``: dead coordinates stay.
