@@ -23,8 +23,8 @@ class AdamWOptions(Options):
     """Settings of ``AdamW``."""
 
     bias_correction: bool = True
-    takes: ClassVar = Options.takes - {"eps_inside_sqrt"} | {"state", "release_gradients"}
-    told: ClassVar = (*Options.told, "state")
+    takes: ClassVar[frozenset[str]] = Options.takes - {"eps_inside_sqrt"} | {"state", "release_gradients"}
+    told: ClassVar[tuple[str, ...]] = (*Options.told, "state")
 
     def check(self) -> None:
         """See ``Options``; also refuse what needs all gradients at once, where each is freed when it was used."""

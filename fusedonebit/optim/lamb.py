@@ -21,10 +21,10 @@ from .narrow_state import NarrowState
 class LambOptions(Options, Layerwise):
     """Settings of ``Lamb``."""
 
-    objects: ClassVar = {**Options.objects, "layerwise": Layerwise}
-    takes: ClassVar = Options.takes | {"c_min", "c_max", "beta3", "state"}
-    told: ClassVar = (*Options.told, "state")
-    grouped: ClassVar = (*Options.grouped, "c_min", "c_max", "beta3")
+    objects: ClassVar[dict[str, Any]] = {**Options.objects, "layerwise": Layerwise}
+    takes: ClassVar[frozenset[str]] = Options.takes | {"c_min", "c_max", "beta3", "state"}
+    told: ClassVar[tuple[str, ...]] = (*Options.told, "state")
+    grouped: ClassVar[tuple[str, ...]] = (*Options.grouped, "c_min", "c_max", "beta3")
 
 
 class LambUpdate(NarrowState):

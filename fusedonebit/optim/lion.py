@@ -23,8 +23,8 @@ class LionOptions(Options):
     """Settings of Lion. See ``OneBitLion`` for their meaning."""
 
     aggregation: Aggregation
-    takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
-    told: ClassVar = (*Options.told, "aggregation")
+    takes: ClassVar[frozenset[str]] = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
+    told: ClassVar[tuple[str, ...]] = (*Options.told, "aggregation")
 
     @property
     def servers_keep(self) -> bool:

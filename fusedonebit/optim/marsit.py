@@ -64,10 +64,10 @@ class MarsitOptions(LocalOptions, Rounds):
     topology: Topology
     global_ratio: float = 0.3
 
-    objects: ClassVar = {**LocalOptions.objects, "rounds": Rounds}
-    takes: ClassVar = LocalOptions.takes | names_of(Rounds) | {"hierarchy", "hierarchy_dtype"}
-    grouped: ClassVar = ("global_ratio", *LocalOptions.grouped)
-    told: ClassVar = (
+    objects: ClassVar[dict[str, Any]] = {**LocalOptions.objects, "rounds": Rounds}
+    takes: ClassVar[frozenset[str]] = LocalOptions.takes | names_of(Rounds) | {"hierarchy", "hierarchy_dtype"}
+    grouped: ClassVar[tuple[str, ...]] = ("global_ratio", *LocalOptions.grouped)
+    told: ClassVar[tuple[str, ...]] = (
         *(*LocalOptions.told, "local_steps", "topology", "rows", "full_precision_every"),
         *("compensation_limit", "seed"),
     )
@@ -79,7 +79,7 @@ class MarsitAdamOptions(MarsitOptions):
 
     bias_correction: bool = True
     global_ratio: float = 1.0
-    takes: ClassVar = MarsitOptions.takes | {"bias_correction"}
+    takes: ClassVar[frozenset[str]] = MarsitOptions.takes | {"bias_correction"}
 
 
 class MarsitOptimizer(MarsitState):

@@ -27,7 +27,7 @@ class LocalOptions(RoundOptions):
     """Settings of an optimizer whose rounds are all of ``local_steps`` steps; see ``Rounds``."""
 
     local_steps: int = 1
-    takes: ClassVar = Options.takes - {"bias_correction", "eps_inside_sqrt"}
+    takes: ClassVar[frozenset[str]] = Options.takes - {"bias_correction", "eps_inside_sqrt"}
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""

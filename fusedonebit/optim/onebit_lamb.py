@@ -58,10 +58,10 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     variance_floor: float | None = VARIANCE_FLOOR
     variant: Literal["paper", "deepspeed"] = "paper"
 
-    objects: ClassVar = {**OneBitOptions.objects, "layerwise": Layerwise}
-    takes: ClassVar = (OneBitOptions.takes - {"state"}) | names_of(Layerwise) | {"variant"}
-    grouped: ClassVar = (*LambOptions.grouped, *RATIOS)
-    told: ClassVar = (*(name for name in OneBitOptions.told if name != "state"), "variant")
+    objects: ClassVar[dict[str, Any]] = {**OneBitOptions.objects, "layerwise": Layerwise}
+    takes: ClassVar[frozenset[str]] = (OneBitOptions.takes - {"state"}) | names_of(Layerwise) | {"variant"}
+    grouped: ClassVar[tuple[str, ...]] = (*LambOptions.grouped, *RATIOS)
+    told: ClassVar[tuple[str, ...]] = (*(name for name in OneBitOptions.told if name != "state"), "variant")
 
     @classmethod
     def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:

@@ -45,8 +45,8 @@ class OneBitOptions(Options):
     warmup: int | float | None = None
     total_steps: int | None = None
 
-    takes: ClassVar = names_of(Numerics, Wire, Faults) - {"release_gradients"}
-    told: ClassVar = (*Options.told, "scale_norm", "scale_scope", "variance_floor", "state")
+    takes: ClassVar[frozenset[str]] = names_of(Numerics, Wire, Faults) - {"release_gradients"}
+    told: ClassVar[tuple[str, ...]] = (*Options.told, "scale_norm", "scale_scope", "variance_floor", "state")
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:

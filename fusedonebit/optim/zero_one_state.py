@@ -63,10 +63,17 @@ class ZeroOneOptions(RoundOptions):
     bias_correction: bool = True
     variance_floor: float = 1e-3
 
-    takes: ClassVar = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
+    takes: ClassVar[frozenset[str]] = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
         *("scale_norm", "scale_scope", "precondition", "variance_floor", "serve_alone", "hierarchy")
     }
-    told: ClassVar = (*Options.told, "variance_policy", "sync_policy", "scale_norm", "scale_scope", "variance_floor")
+    told: ClassVar[tuple[str, ...]] = (
+        *Options.told,
+        "variance_policy",
+        "sync_policy",
+        "scale_norm",
+        "scale_scope",
+        "variance_floor",
+    )
 
     @property
     def owns(self) -> bool:

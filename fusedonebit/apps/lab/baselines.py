@@ -40,7 +40,7 @@ class BaselineOptions(LocalOptions):
     seed: int
     rows: ClassVar = None
     full_precision_every: ClassVar = 0
-    told: ClassVar = (*LocalOptions.told, "local_steps", "aggregation", "topology", "coding", "seed")
+    told: ClassVar[tuple[str, ...]] = (*LocalOptions.told, "local_steps", "aggregation", "topology", "coding", "seed")
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
