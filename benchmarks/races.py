@@ -3,7 +3,8 @@
 A word that one warp loads and another stores, with no barrier between, is loaded as it was or as it will be. Warps
 share words where a block has fewer elements than they have threads: Triton gives an element to several of them, all
 load it, and the first stores it. They share scalars likewise. What the others have loaded does no harm while nothing
-but that same store depends on it, which they leave to the first. Programs of a grid are not compared with each other.
+but that same store depends on it, or what each warp computes for itself of all of a block: the first stores that.
+Programs of a grid are not compared with each other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _OPERATION = re.compile(r"\s*(?:%([\w.]+)(?::\d+)? = )?\"?([a-z_]+\.[a-z_0-9.]+)
 _LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\]", re.MULTILINE)
 _TENSOR = re.compile(r"tensor<([\dx]+)x(?:!tt\.ptr<\w+>|\w+)(?:, (.*?))?>(?= |$|\)|,)")
 _MOVES = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.bitcast", "ttg.convert_layout", "tt.reshape")
+_WITHIN_A_WARP = ("arith.", "math.", "tt.splat", "tt.reduce", "tt.store")
 _BARRIERS = ("gpu.barrier", "ttg.barrier", "ttg.local_barrier")
 
 
@@ -105,6 +107,14 @@ class _Kernel:
             warps *= max(1, size // of_a_warp)
         return warps
 
+    def _of_one_warp(self, line: str) -> bool:
+        """Tells whether each warp has the whole of all tensors of a line, which it computes for itself."""
+        kinds = [match[0] for match in _TENSOR.finditer(line + " ")]
+        known = [re.search(r", (#\w+)>", kind) for kind in kinds]
+        return all(name is not None and name[1] in self.layouts for name in known) and all(
+            self._warps_of(kind) == 1 for kind in kinds
+        )
+
     def races(self) -> list[str]:
         found = []
         for load in self.loads if self.warps > 1 else ():
@@ -121,7 +131,7 @@ class _Kernel:
 
     def _harm(self, load: _Access, store: _Access) -> str:
         """Returns the first line to which a loaded value goes that other warps have a part in."""
-        shape = _shape_of(load.kind)
+        shape, alone = _shape_of(load.kind), self._of_one_warp(load.kind)
         tainted = {str(_OPERATION.match(self.lines[load.line])[1])}  # type: ignore[index]
         regions: list[str] = []
         for line in self.lines[load.line + 1 :]:
@@ -133,6 +143,8 @@ class _Kernel:
                     tainted -= {str(result)}
                 elif name == "scf.yield" and regions:
                     tainted.add(regions[-1])
+                elif alone and self._of_one_warp(line) and name.startswith(_WITHIN_A_WARP):
+                    tainted.add(str(result))
                 elif name == "tt.store" and rest.rpartition(" : ")[2].strip() == store.kind == load.kind:
                     pass
                 elif name.startswith(("arith.", "math.")) and (name == "arith.cmpi" or shape in rest or not shape):

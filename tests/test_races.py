@@ -43,6 +43,12 @@ module attributes {"ttg.num-warps" = 4 : i32} {
 """
 USED = "%sum = ttg.convert_layout %y : tensor<LANESxf64, #blocked> -> tensor<LANESxf64, #other>"
 """Hands to others what every warp has computed of what it has loaded."""
+SUMMED = """%sum = "tt.reduce"(%y) <{axis = 0 : i32}> ({
+    ^bb0(%a: f64, %b: f64):
+      %ab = arith.addf %a, %b : f64
+      tt.reduce.return %ab : f64
+    }) : (tensor<LANESxf64, #blocked>) -> f64
+    tt.store %coef, %sum : !tt.ptr<f64>"""
 
 
 @pytest.mark.long
@@ -61,6 +67,8 @@ def test_kernels_that_count_have_no_race_between_warps():
         (64, "ttg.barrier all", USED, 0),
         (64, "gpu.barrier", USED, 0),
         (64, "", "", 0),  # only the first warp's goes anywhere
+        (8, "", SUMMED, 0),  # by each warp for itself
+        (64, "", SUMMED, 1),
         (128, "", USED, 0),  # each word is of one thread
     ],
 )
