@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -94,3 +95,33 @@ def test_what_was_changed_on_one_rank_is_told_on_all_within_64_steps(name, what)
 @pytest.mark.parametrize("name", MAKE)
 def test_nothing_is_told_where_nothing_was_changed(name):
     assert steps_until_told(name, None, 0, COMPARED_EVERY + 6) == [-1, -1]
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("name", MAKE)
+def test_a_new_rank_and_one_that_has_stepped_load_the_same_checkpoint_and_go_on(name):
+    def run(rank: int, transport: Any) -> None:
+        params = [Parameter(torch.ones(n)) for n in SIZES]
+
+        def make() -> Any:
+            return MAKE[name](params, lr=1e-3, block_size=128, process_group=transport)
+
+        def train(optimizer: Any, steps: int) -> None:
+            for _ in range(steps):
+                for p in params:
+                    p.grad = torch.randn_like(p)
+                optimizer.step()
+
+        optimizer = make()
+        train(optimizer, 2)
+        saved, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+        train(optimizer, 1)
+        with torch.no_grad():
+            torch._foreach_copy_(params, values)
+        another = make()  # which all ranks make together
+        optimizer = another if rank == 0 else optimizer
+        optimizer.load_state_dict(saved)
+        train(optimizer, 3)
+
+    torch.manual_seed(0)
+    SimulatedGroup(2).run(run)
