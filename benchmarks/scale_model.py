@@ -103,7 +103,7 @@ def memory(layout: FlatLayout, optimizer: str) -> Memory:
     # Per scale, of 32 blocks at most: its first block and number, and in 8 bytes its count; and one more end.
     tables += 16 * total + 4 + 16 * own + 4
     across = ranks * (message - layout.chunk_bytes) + HEADER_BYTES * ranks
-    scalars = 9 * 4 + 6 * 8
+    scalars = 9 * 4 + 7 * 8 + 1
     tails = {size % layout.block_size for size in layout.sizes} - {0}
     count = len(layout.sizes)
     # Of each tensor float64 updates, in all and in its variance.

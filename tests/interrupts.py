@@ -29,6 +29,9 @@ from torch.nn import Parameter
 import fusedonebit
 from fusedonebit.comm import CollectiveError
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell has started in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 PACKAGE = os.path.dirname(fusedonebit.__file__)
 STEPS = 9
 """Of a run; the variance is frozen after two."""

@@ -107,6 +107,15 @@ NAMES = {
         "optimizer = fusedonebit.OneBitAdam(wrapped.parameters())\nfusedonebit.ddp.attach(wrapped, optimizer)\n"
         "wrapped(torch.ones(3, 4)).sum().backward()\noptimizer.step()\ndist.destroy_process_group()"
     ),
+    "ddp.Handle": (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='file://' + __file__ + '.store', rank=0, world_size=1)\n"
+        "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "optimizer = fusedonebit.OneBitAdam(wrapped.parameters())\n"
+        "handle = fusedonebit.ddp.attach(wrapped, optimizer)\nassert isinstance(handle, fusedonebit.ddp.Handle)\n"
+        "handle.detach()\nwrapped(torch.ones(3, 4)).sum().backward()\n"
+        "torch.optim.AdamW(wrapped.parameters()).step()\ndist.destroy_process_group()"
+    ),
     "policies": "fusedonebit.policies.FixedRounds(2)",
     "policies.AlignedRounds": POLICY.format(VARIANCE, f"fusedonebit.policies.AlignedRounds({EVERY}, 2)"),
     "policies.DeepSpeedRounds": "fusedonebit.policies.DeepSpeedRounds(100, 32, 16)",

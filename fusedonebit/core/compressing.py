@@ -6,6 +6,7 @@ says in ``_compressed_step`` what is compressed. ``FeedbackOptimizer``'s servers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -159,6 +160,12 @@ class FeedbackOptimizer(CompressingOptimizer):
     def octaves(self) -> Tensor | None:
         """Return where codes of c, v and squares lie, by block, uint8 [3, B]; None: there are no codes."""
         return None
+
+    def owed(self) -> float:
+        """See ``DistributedOptimizer``: residuals, root mean square over the ranks."""
+        if not self.compressed:
+            return 0.0
+        return self.reducer.residual_ratio() or (math.inf if any(self.reducer.norms()[1:]) else 0.0)
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
         """Return what compresses this rank's momentum, with these gradients in it."""

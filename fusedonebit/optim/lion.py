@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -104,14 +103,6 @@ class OneBitLion(FeedbackOptimizer):
             lion_compress(grads, *self._places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))
-
-    def owed(self) -> float:
-        """See ``DistributedOptimizer``: what servers keep, as if all kept as much as this one."""
-        if not self.options.servers_keep:
-            return 0.0
-        norm = self.reducer.norms()[2] * self.transport.world_size**0.5
-        update = float(self.reducer.result().norm())
-        return norm / update if update > 0 else math.inf if norm > 0 else 0.0
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if (name := header.get("algorithm", "one of torch.optim")) != type(self).__name__:

@@ -335,12 +335,6 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         }
         return told | {"layers": self._layer_stats()} if layers else told
 
-    def owed(self) -> float:
-        """See ``DistributedOptimizer``: the workers' residuals, root mean square over the ranks."""
-        if not self.compressed:
-            return 0.0
-        return self.reducer.residual_ratio() or (math.inf if self.reducer.norms()[1] > 0 else 0.0)
-
     def _dead_now(self) -> list[int]:
         living = self.living if self.compressed else None
         return self.dead_tensors if living is None else living.waiting()

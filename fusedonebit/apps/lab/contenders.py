@@ -216,7 +216,7 @@ CONSTANTS = (WARM_UP, VARIANCE_FLOOR)
 """What settings follow from besides."""
 
 
-LATER = {"state": "fp32", "release_gradients": False}
+LATER = {"state": "fp32", "release_gradients": False, "model_parallel": None}
 """Options that came after the first recorded runs, and what those were made with."""
 
 
