@@ -50,7 +50,7 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> H
         optimizer: Any of this package, over all trainable parameters of ``model`` and no others.
 
     Returns:
-        What ends it: ``detach()``, after which any optimizer may follow.
+        The handle, whose ``detach()`` ends it; any optimizer may follow then.
 
     Raises:
         TypeError, ValueError: on every rank, if the two don't belong together; nothing was changed.
