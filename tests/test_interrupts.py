@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -279,3 +280,22 @@ def test_gradients_that_are_used_up_early_are_updated_wholly_or_the_optimizer_cl
         verdicts[NOTHING] += 1
     print(verdicts)
     assert set(verdicts) == {NOTHING, CLOSED}
+
+
+def test_ctrl_c_while_gradients_are_switched_off_switches_them_on_again():
+    def interrupt(frame: Any, event: str, _: Any) -> Any:
+        if event == "return" and frame.f_code.co_filename.endswith("grad_mode.py") and not torch.is_grad_enabled():
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return interrupt
+
+    for name in MAKE:
+        params = model()
+        optimizer = MAKE[name](params)
+        give_gradients(params, 0)
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        sys.settrace(None)
+        assert torch.is_grad_enabled()
+        optimizer.step()

@@ -184,8 +184,8 @@ class _OwnFiles(FileSystem):
         real = Path(path).resolve()
         if not real.is_relative_to(Path(self._folder).resolve()) or (real.exists() and not real.is_file()):
             raise CheckpointError(
-                f"{path} must be a regular file of {self._folder}, which {real} is not; if you trust the checkpoint, "
-                "pass weights_only=False"
+                f"{path} must be a regular file of {self._folder}, which {real} is not; copy a folder of links with "
+                "cp -rL (or pass weights_only=False, if you trust all that they lead to), else load another checkpoint"
             )
         with real.open(mode) as file:
             yield file

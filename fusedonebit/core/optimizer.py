@@ -131,7 +131,6 @@ class DistributedOptimizer(Keeper):
 
     # ---------------------------------------------------------------- the step
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average over the ranks and update the parameters. Every rank must call it equally often.
 
@@ -160,12 +159,14 @@ class DistributedOptimizer(Keeper):
             self._opt_called = True
             self.first_steps.say(self, [NOTHING_TRAINS.format(type(self).__name__)])
             return loss
-        grads = self.parameters.gradients(self.nothing)
         if torch.compiler.is_compiling():
-            # What can be seen of tensors while they are traced the compiler guards from then on.
-            torch.ops.fusedonebit.step(self.parameters.params, grads, self.number, self.parameters.fits(grads))
-        else:
-            self.take_step(grads)
+            with torch.no_grad():
+                # What can be seen of tensors while they are traced the compiler guards from then on.
+                grads = self.parameters.gradients(self.nothing)
+                torch.ops.fusedonebit.step(self.parameters.params, grads, self.number, self.parameters.fits(grads))
+            return loss
+        with SignalsWait(), torch.no_grad():  # a signal within no_grad() would leave gradients off for good
+            self.take_step(self.parameters.gradients(self.nothing))
         return loss
 
     @torch._disable_dynamo

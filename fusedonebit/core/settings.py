@@ -141,7 +141,8 @@ class Wire:
             mesh of two dimensions, or two groups, that of the tensor parallelism last. All clip by one norm and skip a
             step together. Of DTensors placements say which are shards; of plain tensors those are with an attribute
             ``tensor_model_parallel`` that is True, as Megatron's layers set it. All others are replicas: they count
-            once in a norm, and in every 64th step ranks compare them. None: this rank holds the whole model, or what
+            once in a norm, and in every 64th step ranks compare them. All ranks pass theirs: one that passes None
+            leaves the others waiting. None: this rank holds the whole model, or what
             ``fully_shard`` has left of it.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but the
             last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same result, bit

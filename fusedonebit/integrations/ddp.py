@@ -268,7 +268,7 @@ def _check_parameters(model: DistributedDataParallel, optimizer: DistributedOpti
             "DDP leaves out what is frozen when it is made, and ranks would train it apart once it is unfrozen. For "
             "layers that are unfrozen later: DDP(model, find_unused_parameters=True), attach(), then freeze"
         )
-    for key in ours.keys() ^ theirs.keys():
+    for key in (key for key in [*ours, *theirs] if key not in ours or key not in theirs):
         raise ValueError(
             f"optimizer and model must have the same parameters, but only one has {ours.get(key) or theirs[key]}; "
             "make the optimizer from model.parameters(), in groups where parameters need different options: several "

@@ -249,7 +249,7 @@ def _make_own(folder: Path) -> None:
     for made in (folder.parent, folder):
         made.mkdir(mode=0o700, exist_ok=True)
     if not _is_mine(folder.lstat(), stat.S_ISDIR):
-        raise PermissionError("it is a link or another user's, or others may write to it")
+        raise PermissionError("it is a link or another user's, or others may write to it (chmod go-w)")
 
 
 def _is_mine(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
