@@ -36,8 +36,12 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 65), nn.ReLU(), nn.Linear(65, 1)).to(dtype)
 
 
-def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, DistributedOptimizer]:
+def make(
+    name: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False, **options: Any
+) -> tuple[nn.Module, DistributedOptimizer]:
+    """Returns a model, of which the second layer may be frozen, and an optimizer of its parameters."""
     model = network(dtype)
+    model[2].requires_grad_(not frozen)
     if name == "marsit":
         given = {"lr": 1e-2, "momentum": 0.9, "full_precision_every": 6} | options
         return model, MarsitSGD(model.parameters(), **objects(**given))
@@ -365,6 +369,25 @@ def test_a_layer_may_be_frozen_before_the_load_on_any_number_of_ranks(tmp_path, 
     for world_size in (2, 3):
         loaded = run_ranks(freeze_and_load, world_size, name, cut, folder, group_timeout=20)
         assert loaded == [([], [True, True, False, False, True, True])] * world_size
+
+
+def make_without_and_load(rank: int, world_size: int, name: str, folder: str) -> tuple[str, list[str]]:
+    """Freezes a layer before the optimizer is made; returns the load's error, and what it has changed."""
+    model, optimizer = make(name, frozen=True)
+    before = everything(model, optimizer)
+    with pytest.raises(ValueError) as error:
+        dcp.load(model, optimizer, folder)
+    return str(error.value), differing(everything(model, optimizer), before)
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("name", ["marsit", "adam", "lamb"])
+def test_a_layer_that_was_frozen_before_the_optimizer_was_made_is_told_by_name(tmp_path, name):
+    folder = str(tmp_path / "saved")
+    run_ranks(save_at, 2, name, 20, folder)
+    told = run_ranks(make_without_and_load, 2, name, folder, group_timeout=20)
+    text = "has state of 2.weight, 2.bias, which the optimizer was made without"
+    assert [(text in error, changed) for error, changed in told] == [(True, [])] * 2
 
 
 def through_torch_alone(rank: int, world_size: int, broadcast: bool) -> tuple[str, list[str]]:

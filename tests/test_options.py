@@ -166,6 +166,8 @@ def test_torchs_arguments_are_taken_as_torch_has_them_by_default(kind):
         if name == "params":
             continue
         kind(model_of().parameters(), **{name: parameter.default})
+        if name in ("fused", "foreach"):
+            kind(model_of().parameters(), **{name: False})
         if name not in inspect.signature(kind).parameters:
             other = True if parameter.default in (None, False) else 0.5
             assert unexpected(kind, **{name: other})
@@ -182,12 +184,31 @@ def test_torchs_arguments_are_taken_as_torch_has_them_by_default(kind):
         (ZeroOneAdam, "warmup_steps", "it has no such option, but OneBitAdam and OneBitLamb have: warmup=..."),
         (AdamW, "freeze_steps", "it has no such option, but OneBitAdam and OneBitLamb have: freeze_step=..."),
         (MarsitSGD, "nesterov", "it is not supported"),
+        (AdamW, "eta", "did you mean lr=...?"),
+        (OneBitAdam, "norm_group", "did you mean wire=fusedonebit.Wire(model_parallel=...)?"),
         (OneBitLion, "comm_backend_name", "it takes lr, betas, weight_decay, aggregation, max_grad_norm, process"),
     ],
     ids=str,
 )
 def test_an_argument_that_none_has_is_told_what_may_be_meant(kind, name, said):
     assert unexpected(kind, **{name: True}).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (Numerics, "scale_norms", "did you mean scale_norm=...?"),
+        (Numerics, "hierarchy", "OneBitLamb and ZeroOneAdam have: wire=fusedonebit.Wire(hierarchy=...)"),
+        (Wire, "max_grad_norm", "it has no such option, but AdamW, Lamb, "),
+        (Freeze, "warmup", "it has no such option, but OneBitAdam and OneBitLamb have: warmup=..."),
+        (Faults, "foreach", "leave it out: a step is a few launches for all tensors"),
+        (Layerwise, "cmin", "did you mean c_min=...?"),
+        (Rounds, "topology", "it has no such option, but MarsitAdam and MarsitSGD have: topology=..."),
+    ],
+    ids=str,
+)
+def test_what_an_option_object_has_not_is_told_where_it_belongs(kind, name, said):
+    assert said in unexpected(kind, **{name: 1})
 
 
 def test_ranks_compare_what_an_optimizer_takes_and_nothing_else():

@@ -257,6 +257,7 @@ def template(
         header = _header(reader, f"{prefix}.param_groups.0.{KEY}", saved)
         _check_round(optimizer, header or {})
         if header is not None:
+            _check_left_out(model, optimizer, prefix, saved)
             check_header(optimizer, header)
         elif not any(name.startswith(f"{prefix}.state.") and name.endswith(".exp_avg") for name in saved):
             raise ValueError(
@@ -311,6 +312,20 @@ def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
             raise ValueError(
                 f"checkpoint of another model: it has {name.removeprefix(start)}, of which this model has no parameter"
             )
+
+
+def _check_left_out(model: Module, optimizer: DistributedOptimizer, prefix: str, saved: Collection[str]) -> None:
+    """Raise ValueError if a compressing optimizer, whose state is one row of all, lacks a parameter that has some."""
+    owned = set(map(id, optimizer.parameters.owners))
+    names = [name.replace("_orig_mod.", "") for name, p in model.named_parameters() if id(p) not in owned]
+    starts = {name.removeprefix("module."): f"{prefix}.state.{name.removeprefix('module.')}." for name in names}
+    lost = [name for name, start in starts.items() if any(key.startswith(start) for key in saved)]
+    if optimizer.compresses and lost:
+        raise ValueError(
+            f"the checkpoint has state of {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}, which the optimizer was "
+            "made without: parameters that require no gradient then are left out; make it of all that were trained, "
+            "and freeze after that, before this load or after it"
+        )
 
 
 def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:

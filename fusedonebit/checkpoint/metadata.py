@@ -37,6 +37,7 @@ from ..errors import CheckpointError
 
 _LONGEST = 64  # dimensions, parts of a path: what is shared costs its length each time
 _SPLIT = 8  # dimensions in which a tensor is cut into pieces
+_DEEPEST = 1 << 14  # values on the stack: pickle fills lists and dicts by a thousand items at once
 _BYTE, _TWO_BYTES, _FOUR_BYTES, _EIGHT_BYTES, _SIGNED = map(Struct, ("<B", "<H", "<I", "<Q", "<i"))
 _ENUMERATION = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
 _CLASSES: dict[str, type] = {
@@ -123,12 +124,14 @@ class _Reader:
 
     def read(self) -> Any:
         """Return what the pickle describes, which must be one value, with nothing behind it."""
-        data, meanings, stop = self._data, self._meanings, pickle.STOP[0]
+        data, meanings, stack, stop = self._data, self._meanings, self._stack, pickle.STOP[0]
         while (opcode := data[self.at]) != stop:
             self.at += 1
             if opcode not in meanings:
                 raise ValueError(f"there is no metadata with the opcode {opcode:#04x}")
             meanings[opcode]()
+            if len(stack) + len(self._marks) > _DEEPEST:
+                raise ValueError("no metadata is nested so deeply")
         self.at += 1
         if len(self._stack) != 1 or self._marks or self.at != len(data):
             raise ValueError("there must be one value, and nothing behind it")

@@ -7,13 +7,14 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .options import OF_GROUPS
-from .settings import Freeze, Options, names_of
+
+_T = TypeVar("_T")
 
 LIKE = 0.85
 """How alike, as ``difflib`` measures it, an unknown key of a group is to a hyper-parameter that was meant."""
@@ -23,6 +24,7 @@ LONGEST = 40
 
 ELSEWHERE = {
     "learning_rate": ("lr",),
+    "eta": ("lr",),
     "wd": ("weight_decay",),
     "epsilon": ("eps",),
     "beta1": ("betas", "momentum"),
@@ -33,6 +35,8 @@ ELSEWHERE = {
     "num_warmup_steps": ("warmup",),
     "clip_grad_norm": ("max_grad_norm",),
     "gradient_clipping": ("max_grad_norm",),
+    "norm_group": ("model_parallel",),
+    "mpu": ("model_parallel",),
 }
 """What other libraries call arguments, and ours."""
 
@@ -60,6 +64,24 @@ def settling(constructor: Callable[..., None]) -> Callable[..., None]:
     return construct
 
 
+def explaining(kind: type[_T]) -> type[_T]:
+    """Return a class of options which says where an argument belongs that Python would only call unexpected."""
+    construct: Any = kind.__init__
+    places = {field.name: f"{field.name}={{}}" for field in fields(kind)}  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def explained(self: Any, *given: Any, **named: Any) -> None:
+        for name, value in named.items():
+            if name not in places:
+                raise TypeError(
+                    f"{kind.__name__} got an unexpected keyword argument {name!r}: {_instead(name, value, places)}"
+                )
+        construct(self, *given, **named)
+
+    kind.__init__ = explained  # type: ignore[misc]
+    return kind
+
+
 def taken(kind: type[Any], constructor: Callable[..., None], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of an optimizer without those that are as torch's optimizers have them by default.
 
@@ -72,6 +94,8 @@ def taken(kind: type[Any], constructor: Callable[..., None], named: Mapping[str,
     for name, value in named.items():
         if name in own:
             kept[name] = value
+        elif name in ("fused", "foreach") and value is False:
+            continue  # what torch would do is not done here anyway
         elif name not in torchs or type(value) is not type(torchs[name].default) or value != torchs[name].default:
             instead = _instead(name, value, _places(own, kind.settings))
             raise TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}: {instead}")
@@ -99,8 +123,10 @@ def _instead(name: str, value: object, places: Mapping[str, str]) -> str:
     return f"it takes {', '.join(key for key, place in places.items() if place.startswith(f'{key}='))}"
 
 
-def _places(own: Collection[str], settings: type[Options]) -> dict[str, str]:
+def _places(own: Collection[str], settings: type[Any]) -> dict[str, str]:
     """Return how to pass each option of an optimizer: ``{"mask": "numerics=fusedonebit.Numerics(mask={})"}``."""
+    from fusedonebit import Freeze
+
     places = {name: f"{name}={{}}" for name in own if name != "params"}
     objects = {argument: kind for argument, kind in settings.objects.items() if argument in own}
     for argument, kind in (objects | ({"freeze_step": Freeze} if "freeze_step" in own else {})).items():
@@ -125,7 +151,7 @@ def _places_of_all() -> dict[str, dict[str, str]]:
 
 
 def check_keys(
-    group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Options]
+    group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Any]
 ) -> None:
     """Raise ValueError for the first key of a new group that means something to us, but not here.
 
@@ -140,7 +166,7 @@ def check_keys(
         if key in own or key in ("params", "param_names", "capturable"):  # torch's optimizers have that one in groups
             continue
         got = f"got {key}={group[key]!r} in {where}"
-        if key in names_of(settings) | settings.objects.keys() and key not in OF_GROUPS:
+        if key in {field.name for field in fields(settings)} | settings.objects.keys() and key not in OF_GROUPS:
             raise ValueError(f"{key} holds for all groups, {got}; pass it beside them")
         if key in OF_GROUPS or any(key in places for places in _places_of_all().values()):
             raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}")

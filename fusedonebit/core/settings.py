@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import Transport
 from ..triton_kernels import BLOCK_SIZES, ScaleScope
+from .arguments import explaining
 from .options import check_choice, check_count, check_flag, is_int, is_number, is_share
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -33,6 +34,7 @@ VARIANCE_FLOOR = 0.01
 LEAST_REWARM_STEPS = 10
 
 
+@explaining
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
     r"""What is computed, in which precision, and how it is compressed.
@@ -126,6 +128,7 @@ class Numerics:
             raise ValueError(f"variance_floor must be a number in [0, 1), or None, got {self.variance_floor!r}")
 
 
+@explaining
 @dataclass(frozen=True, kw_only=True)
 class Wire:
     """How parameters are laid out, and how ranks send.
@@ -184,6 +187,7 @@ class Wire:
             raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
 
 
+@explaining
 @dataclass(frozen=True, kw_only=True)
 class Faults:
     """What happens to updates that would spoil a run.
@@ -224,6 +228,7 @@ class Faults:
             )
 
 
+@explaining
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
     """When the variance is frozen, where ``freeze_step`` is more than a number; or where it comes from.
@@ -245,6 +250,7 @@ class Freeze:
     warm_start: Mapping[str, Any] | None = None
 
 
+@explaining
 @dataclass(frozen=True, kw_only=True)
 class Layerwise:
     """What LAMB scales each layer's update with, and how 1-bit LAMB goes on with it.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import MarsitAllReduce, Part, Told, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.rounds import RoundAllReduce
+from ..core.arguments import explaining
 from ..core.options import check_count, is_number
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
@@ -19,6 +20,7 @@ from ..triton_kernels import Coef, add_values, apply_momentum
 from .marsit_state import LocalOptions, MarsitState
 
 
+@explaining
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
     """How Marsit's workers agree, besides the topology.
