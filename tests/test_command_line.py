@@ -218,6 +218,14 @@ def test_something_is_said_before_torch_is_imported(asked):
     assert told[-1].startswith("fusedonebit: --")
 
 
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():
+    with subprocess.Popen(
+        [sys.executable, "-m", "fusedonebit", "lab", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
+        running.stdout.close()  # before anything is written, as ``| head`` may
+        assert (running.stderr.read(), running.wait()) == (b"", 141)
+
+
 # ---------------------------------------------------------------- what commands need
 
 

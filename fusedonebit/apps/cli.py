@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from .. import __version__
 from .arguments import InputError, installed, printable
 
 USAGE_ERROR = 2
-INTERRUPTED = 130  # as a shell reports SIGINT
+INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 COMMANDS = {
     "train": "train a byte-level transformer",
@@ -61,9 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     arguments = parser.parse_args(argv)
     try:
-        return int(command.run(arguments))
+        code = int(command.run(arguments))
+        sys.stdout.flush()
+        return code
     except InputError as error:
         print(f"fusedonebit: {printable(str(error))}", file=sys.stderr)  # a message may quote what a file holds
         return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # "| head": Python's own flush at exit would fail as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD

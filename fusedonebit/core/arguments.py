@@ -78,7 +78,7 @@ def explaining(kind: type[_T]) -> type[_T]:
                 )
         construct(self, *given, **named)
 
-    kind.__init__ = explained  # type: ignore[misc]
+    kind.__init__ = explained  # type: ignore[method-assign]
     return kind
 
 
@@ -150,9 +150,7 @@ def _places_of_all() -> dict[str, dict[str, str]]:
     return places
 
 
-def check_keys(
-    group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Any]
-) -> None:
+def check_keys(group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Any]) -> None:
     """Raise ValueError for the first key of a new group that means something to us, but not here.
 
     Args:

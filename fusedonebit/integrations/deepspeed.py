@@ -144,7 +144,9 @@ def _two_stages(given: dict[str, Any], name: str, numerics: Numerics, faults: Fa
     numerics, faults = _completed(numerics, NUMERICS_OF_TWO_STAGES), _completed(faults, Faults(guard="off"))
     arguments = _common_arguments(given, name) | {"numerics": numerics, "faults": faults}
     freeze_step = given.pop("freeze_step", 100_000)
-    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int) or freeze_step < 2:
+    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int):
+        raise ValueError(f"freeze_step must be an int >= 2, got {freeze_step!r}; write it without a point or exponent")
+    if freeze_step < 2:
         raise ValueError(
             f"freeze_step must be an int >= 2, got {freeze_step!r}: DeepSpeed's first step changes nothing "
             "but is counted, so that smaller ones leave no warm-up"
