@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections import Counter
@@ -18,6 +19,9 @@ if not torch.cuda.is_available():
 FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parent / "wire")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
 sys.path[:0] = FOLDERS
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    importlib.import_module("interpreter")
 
 try:
     import hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fault_ranks
 import hypothesis  # noqa: F401
+import interpreter  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch.distributed.checkpoint

@@ -251,6 +251,7 @@ def moments(optimizer: Any) -> list[Tensor]:
     return [saved[name].double() for name in ("exp_avg", "exp_avg_sq")]
 
 
+@pytest.mark.long(but=1)
 @EACH_STATE
 def test_a_variance_in_fewer_bits_does_not_stand_still(state):
     p = nn.Parameter(torch.zeros(16384))

@@ -91,6 +91,7 @@ def test_what_was_changed_on_one_rank_is_told_on_all_within_64_steps(name, what)
     assert at <= first <= COMPARED_EVERY + 4
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("name", MAKE)
 def test_nothing_is_told_where_nothing_was_changed(name):

@@ -46,7 +46,7 @@ def key(task: str, optimizer: str, seed: int = 0, workers: int = 4, by: float = 
 SAID = ("metric", "initial", "steps", "curve", "sent", "received", "vetoed_steps", "rewarms")
 
 
-@pytest.mark.long(but=["modadd", "late"])
+@pytest.mark.long(but=["modadd"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
     short(monkeypatch, task, 25)
@@ -63,9 +63,7 @@ BATCHED = ("adam-living",)
 ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike and name not in (*RIVALS, *BATCHED)]
 
 
-@pytest.mark.long(
-    but=["mlp-onebit-adam-4", "vgg-onebit-adam-4", "recsys-onebit-lamb-living-4", "late-adamw-4", "mlp-zero-one-adam-4"]
-)
+@pytest.mark.long(but=["mlp-onebit-adam-4", "recsys-onebit-lamb-living-4", "late-adamw-4"])
 @pytest.mark.parametrize("workers", [4, 16])
 @pytest.mark.parametrize("optimizer", HEADLINE)
 @pytest.mark.parametrize("task", ["mlp", "vgg", "gan", "recsys", "late"])

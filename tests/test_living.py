@@ -52,6 +52,7 @@ def test_renewals_follow_each_other_closely_at_first_and_come_every_50_steps_in_
     assert all(gap <= max(1, t // 4) for gap, t in zip(apart, begun[1:], strict=True))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("precondition", [True, False])
 def test_a_tensor_that_is_late_moves_by_steps_of_the_usual_size(precondition):
     def train(rank: int, transport: Transport) -> tuple[list[float], list[list[str]], str]:
@@ -158,6 +159,7 @@ def optimizer_waits(seen: list[int], t: int) -> bool:
     return seen[t] == seen[150]
 
 
+@pytest.mark.long(but=1)
 @BOTH
 def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal(kind):
     for cut in (6, 7, 40, 41, 42, 43, 44, 45, 46):
@@ -199,6 +201,7 @@ def test_without_adaptation_a_living_lamb_is_a_living_adam():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("beta2", [0.9, 0.99])
 def test_a_tensor_that_is_idle_for_long_comes_back_by_steps_of_the_usual_size(beta2):
     optimizer = make(betas=(0.9, beta2), lr=1e-3, weight_decay=0.0)
@@ -212,6 +215,7 @@ def test_a_tensor_that_is_idle_for_long_comes_back_by_steps_of_the_usual_size(be
     assert min(moved[920:]) > 0.01
 
 
+@pytest.mark.long(but=1)
 @BOTH
 def test_a_re_warm_up_after_squares_were_told_goes_on_from_what_is_saved_there(kind):
     faults = Faults(guard="off", rewarm_every=4, rewarm_steps=10)
@@ -375,6 +379,7 @@ def test_a_checkpoint_loads_while_the_host_is_told_that_a_tensor_stirs(kind):
     assert told
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("coherent", [False, True])
 @pytest.mark.parametrize(("size", "bounds"), [(0.02, {"c_min": 1.0, "c_max": 1.0}), (0.0, {}), (1.0, {})])
 def test_the_guard_of_a_living_lamb_refuses_no_healthy_step_whatever_bounds_its_coefficients(size, bounds, coherent):

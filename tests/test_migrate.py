@@ -122,7 +122,7 @@ for name, lines, arguments in json.load(sys.stdin):
 """
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if not over_mpi(name)])
 def test_both_calls_run_as_pasted_in_a_fresh_process(name, migrate):
     _, printed, _ = migrate(CONFIGS[name])

@@ -120,7 +120,7 @@ def clip(rank: int, world_size: int, name: str) -> tuple[float, str, str]:
     return worst, alike(params), fingerprint([params[name] for name in CUT])
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=2)
 @QUIET
 @EACH
 def test_all_parts_are_clipped_by_the_norm_of_the_whole_model_and_replicas_stay_alike(name):
@@ -182,7 +182,7 @@ def clip_dtensors(rank: int, world_size: int, name: str, norm_too: bool) -> tupl
     return worst, fingerprint([p.to_local() if isinstance(p, DTensor) else p for p in shared]), off
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize("norm_too", [False, True], ids=["plain norm", "norm as DTensor"])
 @pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam", "OneBitLion", "ZeroOneAdam, own", "MarsitSGD"])
@@ -239,7 +239,7 @@ def skip(rank: int, world_size: int, name: str, clips: bool) -> tuple[int, list[
     return optimizer.stats()["skipped_steps"], scales, alike(params), optimizer.phase, str(optimizer.stats()["step"])
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
 @EACH
@@ -262,7 +262,7 @@ def spoil(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
     return optimizer.stats()["skipped_steps"], alike(params), optimizer.phase
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=1)
 @QUIET
 @EACH
 def test_a_gradient_that_is_no_number_in_one_shard_makes_all_of_the_model_skip(name):
@@ -307,6 +307,7 @@ def break_one(rank: int, world_size: int, name: str) -> tuple[str, str]:
     return caught(optimizer.step)[0], "" if alike(params) == before else "moved"
 
 
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam", "MarsitSGD"])
 def test_a_rank_that_cant_take_its_step_is_heard_by_all(name):
@@ -346,6 +347,7 @@ def drop_gradients(rank: int, world_size: int, name: str) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam", "MarsitSGD"])
 def test_parts_that_are_out_of_step_are_told_so(name):
@@ -403,7 +405,7 @@ def resume(rank: int, world_size: int, name: str, folder: str, is_plain: bool) -
     return train(model, optimizer, 9), train(again, other, 9)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "DTensors"])
 @pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam"])
@@ -431,7 +433,7 @@ def plant(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> tuple[i
     return -1, "", ""
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 @QUIET
 @pytest.mark.parametrize(
     "name", ["AdamW, ours", "OneBitAdam", "ZeroOneAdam, own, rounds of 3", "MarsitSGD", "OneBitLion"]

@@ -372,6 +372,7 @@ def held_by_a_rank(rank: int, transport: Transport, options: dict[str, Any]) -> 
     return (p.nbytes + p.grad.nbytes + stats["state_bytes"]) / p.numel(), stats["wire_bytes"] / p.numel()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("kind", "most"), [("frozen", 7.4), ("living", 8.4)])
 def test_what_one_of_eight_ranks_holds_in_codes(kind, most):
     options = KINDS[kind] | {"state": "8bit", "stochastic_rounding": True, "guard": "off"}

@@ -88,6 +88,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", equal.TRAINED)
 def test_simulated_hosts_learn_and_are_deterministic(method):
     torch.set_num_threads(1)

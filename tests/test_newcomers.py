@@ -32,6 +32,7 @@ def test_a_mistake_is_told_once(name: str):
     assert re.search(says, told[0], re.DOTALL)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_mistake_on_two_ranks_is_told_once_on_each_and_none_waits_for_ever(name: str):
     _, *says = TOGETHER[name]

@@ -294,6 +294,7 @@ def test_three_words_train_and_compress():
     assert "variance: shared, after 250 updates" in repr(optimizer)
 
 
+@pytest.mark.long
 def test_four_words_train_and_freeze():
     model = model_of()
     optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step="auto")

@@ -110,6 +110,7 @@ def tried(rank: int, world_size: int, slower: str, silent: int) -> dict[str, Any
     return found
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("slower", "silent"), [("overlapped", -1), ("after", -1), ("overlapped", 1)])
 def test_all_ranks_decide_alike_and_no_bit_changes(slower, silent):
     runs = run_ranks(tried, 2, slower, silent)
