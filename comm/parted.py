@@ -339,6 +339,11 @@ class HierarchicalAllReduce(PartedAllReduce):
         own = torch.empty(self.layout.numel // self.count, device=self.device)
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
+        # A warm-up follows, in which all ranks compare: also those of which the last messages were other parts'.
+        assert self.digest is not None
+        digests = self.digest.new_empty(self.count, 1)
+        self.inside.all_gather(digests, self.digest.view(1, 1))
+        torch.sum(digests, 0, out=self.digest)
         self.heard(out)
 
     def _gathered_sums(self) -> Tensor:

@@ -147,7 +147,7 @@ def check(name: str, cases: list[str]) -> list[dict[str, Any]]:
     return runs
 
 
-@pytest.mark.long(but=["plain", "a NaN on rank 3"])
+@pytest.mark.long(but=["plain", "re-warm-up"])
 @pytest.mark.parametrize("case", CASES)
 def test_nodes_are_workers_bit_for_bit(case):
     runs = check("onebit-adam", [case])

@@ -120,8 +120,8 @@ class MarsitOptimizer(MarsitState):
         # Algorithm 2, line 5. Algorithm 1, lines 2 to 9: on their way from worker to worker the signs of all become
         # one sign per coordinate; line 11: in rounds of full precision the mean of all is taken. That is g_t.
         self._synchronise(add, told, coef)
-        if reducer.full_precision and (resting := self._resting(coef[:, Coef.LR])) is not None:
-            reducer.keep_back(resting)
+        if reducer.full_precision and self._may_rest:
+            reducer.keep_back(coef[:, Coef.LR] == 0.0)
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
         self._apply()
         # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.

@@ -130,14 +130,14 @@ class RoundOptimizer(CompressingOptimizer):
         """Return a hash of the hyper-parameters of all steps of this round so far, the present one included."""
         return (1_000_003 * self._tag + self.coefficients.tag) & 0x7FFFFFFF
 
-    def _resting(self, far: Tensor) -> Tensor | None:
-        """Return the tensors that a round does not move, of how ``far`` it goes in each; or None, for want of any.
+    @property
+    def _may_rest(self) -> bool:
+        """Tell whether a round may move some tensors nowhere, by a learning rate of 0.
 
-        A learning rate on another device may be 0: the host does not wait to know.
+        One on another device may be: the host does not wait to know.
         """
         rates = [group["lr"] for group in self._taken]
-        may_rest = any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) == 0.0 for lr in rates)
-        return far == 0.0 if may_rest else None
+        return any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) == 0.0 for lr in rates)
 
     def _leaving_out(self, coef: Tensor) -> Tensor:
         """Return the table of a rank that moves alone, and leaves tensors without a gradient as they are."""

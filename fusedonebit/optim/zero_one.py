@@ -247,11 +247,11 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
             left.copy_(decay)
         else:
             torch.mul(self._moved[DECAY], decay, out=left)
-            far = self._moved[STEP_SIZE] + far
+            far = self._moved[STEP_SIZE] + far if self._may_rest else far
             self._go_back()
         # What is owed is in units of parameters, which no rate multiplies any further: it waits for one above 0.
-        if (resting := self._resting(far)) is not None:
-            self.reducer.keep_back(resting)
+        if self._may_rest:
+            self.reducer.keep_back(far == 0.0)
         self._apply_momentum(self.coefficients.still(self._plain, self._absent))
         if own.tells(self._done.steps, self._round.steps):
             self._follow(own, grads, agreed.factor)
