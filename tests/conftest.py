@@ -103,6 +103,15 @@ def _rank_processes() -> Iterator[None]:
     mpi_ranks.shut_down()
 
 
+@pytest.fixture(scope="session")
+def torch_alone() -> Iterator[Any]:
+    """Runs programs in forks of a process that has imported torch alone; see ``fresh.Torch``."""
+    import fresh
+
+    with fresh.Torch() as server:
+        yield server
+
+
 def _missing(marker: str) -> str:
     """What tests with a marker lack here, and how to get it; "" if nothing."""
     if marker == "needs_mpi":

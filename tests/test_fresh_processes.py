@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -325,12 +324,6 @@ def of_names() -> dict[str, Case]:
 
 CASES = of_names() | of_commands() | of_pages()
 SAMPLE = [*random.Random(SEED).sample(sorted(CASES), SAMPLED), "OneBitAdam.from_deepspeed"]
-
-
-@pytest.fixture(scope="module")
-def torch_alone() -> Iterator[Torch]:
-    with Torch() as server:
-        yield server
 
 
 @pytest.fixture

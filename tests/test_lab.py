@@ -64,7 +64,7 @@ ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike and n
 
 
 @pytest.mark.long(but=["mlp-onebit-adam-4", "recsys-onebit-lamb-living-4", "late-adamw-4"])
-@pytest.mark.parametrize("workers", [4, 16])
+@pytest.mark.parametrize("workers", [4, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("optimizer", HEADLINE)
 @pytest.mark.parametrize("task", ["mlp", "vgg", "gan", "recsys", "late"])
 def test_one_optimizer_for_all_workers_gives_the_bits_and_bytes_of_simulated_ranks(

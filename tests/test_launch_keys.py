@@ -201,8 +201,8 @@ def test_no_function_for_triton_returns_none_by_name():
                 assert None not in constants, f"{name}: the oldest Triton that is claimed does not compile it"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.full  # `make test-tritons` does so with the oldest Triton, too
+@pytest.mark.timeout(1800)
 def test_every_key_compiles_for_sm_90_and_every_kernel_for_the_other_targets(all_keys, written):
     assert compiled(written, "sm_90", len(all_keys[0])) in ([], SPILLING["sm_90"])
     for target in ("sm_75", "sm_80", "sm_100", "gfx942"):

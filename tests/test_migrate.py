@@ -7,8 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -108,27 +106,13 @@ def test_both_calls_make_an_optimizer_with_the_configs_numbers(name, migrate):
         assert type(optimizer).__name__.removeprefix("DeepSpeed") in printed
 
 
-# A process that has imported torch alone forks one for each call: what this package has imported before is nothing.
-ALONE = """
-import json, os, sys, types, torch
-for name, lines, arguments in json.load(sys.stdin):
-    child = os.fork()
-    if child == 0:
-        assert "fusedonebit" not in sys.modules
-        exec(lines, {"model": torch.nn.Linear(8, 4), "args": types.SimpleNamespace(**arguments)})
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        sys.exit(f"{name}\\n{lines}")
-"""
-
-
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if not over_mpi(name)])
-def test_both_calls_run_as_pasted_in_a_fresh_process(name, migrate):
+def test_both_calls_run_as_pasted_in_a_fresh_process(name, migrate, torch_alone, tmp_path):
     _, printed, _ = migrate(CONFIGS[name])
-    jobs = [(f"{name}: {marker}", pasted(printed, marker), AUTO) for marker in (OURS, THEIRS)]
-    done = subprocess.run([sys.executable, "-c", ALONE], input=json.dumps(jobs), text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    at_hand = f"import types, torch\nmodel, args = torch.nn.Linear(8, 4), types.SimpleNamespace(**{AUTO!r})\n"
+    for marker in (OURS, THEIRS):
+        torch_alone.run(at_hand + pasted(printed, marker), tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if over_mpi(name)])

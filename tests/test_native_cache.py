@@ -280,15 +280,23 @@ def of_another(kept: Path) -> None:
 
 
 FILES = [
-    *(to_planted, to_a_folder, dangling, a_pipe, a_huge_file, truncated, emptied, one_bit_flipped),
-    *(writable_by_the_group, writable_by_all),
-    *(pytest.param(change, marks=as_root) for change in (a_device, of_another)),
+    *((change, []) for change in (to_planted, to_a_folder, dangling, a_pipe, a_huge_file, truncated, emptied)),
+    *((change, []) for change in (one_bit_flipped, writable_by_the_group, writable_by_all)),
+    *((change, [as_root]) for change in (a_device, of_another)),
 ]
 
+GRID = [
+    pytest.param(
+        change, umask, id=f"{change.__name__}-{oct(umask)}", marks=[*marks, *[pytest.mark.full] * (i % 4 != j)]
+    )
+    for i, (change, marks) in enumerate(FILES)
+    for j, umask in enumerate(UMASKS)
+]
+"""Each change with one umask, the others in `make test-full`."""
 
-@pytest.mark.long(but=13)  # each change, and each umask
-@pytest.mark.parametrize("umask", UMASKS, ids=oct)
-@pytest.mark.parametrize("change", FILES)
+
+@pytest.mark.long(but=6)
+@pytest.mark.parametrize(("change", "umask"), GRID)
 def test_a_file_that_others_may_have_made_or_that_is_damaged_is_built_again(
     change: Callable[[Path], None], umask: int, machine: Machine
 ):
