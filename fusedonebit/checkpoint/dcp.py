@@ -248,7 +248,10 @@ def template(
             facts.append(("the checksum of .metadata", f"{reader.metadata_crc32:08x}"))
         if not any(name.startswith(f"{prefix}.") for name in saved):
             known = sorted({name.split(".", 1)[0] for name in saved})
-            raise ValueError(f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}")
+            raise ValueError(
+                f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}: for another name "
+                "than dcp.save's, make room by dcp.template(..., prefix=...), and call torch's functions"
+            )
         if not any(name.startswith(f"{prefix}.param_groups.0.params") for name in saved):
             raise ValueError(
                 "the optimizer's state must be nested, but was saved with flatten_optimizer_state_dict=True, of which "

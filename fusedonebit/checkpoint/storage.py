@@ -49,10 +49,16 @@ def _as_checkpoint_error() -> Iterator[None]:
         raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
+def _check_folder(checkpoint_id: object) -> None:
+    if not isinstance(checkpoint_id, (str, os.PathLike)):
+        raise TypeError(f"checkpoint_id must be the path of a checkpoint's folder, got {checkpoint_id!r}")
+
+
 class CheckedWriter(torch_dcp.FileSystemWriter):
     """Torch's writer, which then reads back what it has written to sum it up."""
 
     def __init__(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        _check_folder(checkpoint_id)
         super().__init__(checkpoint_id)
         _open_url(self, checkpoint_id)
 
@@ -95,6 +101,7 @@ class CheckedReader(torch_dcp.FileSystemReader):
     """
 
     def __init__(self, checkpoint_id: str | os.PathLike[str], weights_only: bool = True) -> None:
+        _check_folder(checkpoint_id)
         super().__init__(checkpoint_id)
         _open_url(self, checkpoint_id)
         if weights_only and type(self.fs) is FileSystem:
