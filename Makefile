@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 WORKERS ?= 2
 
-.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-tritons test-ecosystem docs dist lint format hooks bench peers gpu clean
+.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-tritons test-ptx test-ecosystem docs dist lint format hooks bench peers gpu clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-oldest  some of each kind with the oldest torch and triton that are claimed (4 minutes, after gigabytes)"
 	@echo "make test-python OTHER=python3.12  a few of each kind on another Python (2 minutes, after the downloads)"
 	@echo "make test-tritons  compile what whole steps launch with the oldest and the newest Triton (minutes; no GPU is needed)"
+	@echo "make test-ptx   execute what whole steps launch as the PTX that Triton compiles, on an emulator (minutes; needs a C++ compiler)"
 	@echo "make test-ecosystem  with transformers' Trainer, accelerate and Lightning, which it installs (minutes)"
 	@echo "make docs       build the documentation site, build/docs/index.html (Sphinx, which it installs; a minute)"
 	@echo "make dist       sdist and wheel, in dist/, for a release"
@@ -120,6 +121,10 @@ test-python-here: $(OTHER_VENV)/.ready
 
 test-tritons: $(READY)
 	$(BIN)/python -m benchmarks.tritons
+
+# PTX="--triton 3.6.0 --keys 100" passes options. Steps are recorded as if kernels were interpreted; none is.
+test-ptx: $(READY)
+	PYTHONPATH=.:tests TRITON_INTERPRET=1 $(BIN)/python -W ignore tests/ptx/ptx_steps.py $(PTX)
 
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)

@@ -57,20 +57,24 @@ class Compiled(NamedTuple):
         return self.error or "; ".join(filter(None, [spills, *(f"races: {race}" for race in self.races)]))
 
 
-def compile_key(key: Key, target: str) -> Compiled:
-    """Compiles a key for one of ``TARGETS``."""
+def compiled(key: Key, target: GPUTarget) -> Any:
+    """Returns what Triton compiles for a key; raises whatever its passes and tools do."""
     op, num_warps, arguments = key
     types = {name: kind for name, kind, _ in arguments}
     constants = {name: value for name, kind, value in arguments if kind == "constexpr"}
     multiples = [name for name, kind, value in arguments if kind != "constexpr" and value == "D"]
+    return compile_kernel(OPS[op].kernel.triton, types, constants, num_warps, target, multiples, aligned=False)
+
+
+def compile_key(key: Key, target: str) -> Compiled:
+    """Compiles a key for one of ``TARGETS``, and looks at what it has become."""
     began, found = time.perf_counter(), []
     try:
-        kernel = OPS[op].kernel.triton
-        compiled = compile_kernel(kernel, types, constants, num_warps, TARGETS[target], multiples, aligned=False)
-        spills, error, found = spilled(compiled, TARGETS[target]), "", races(compiled.asm["ttgir"])
+        made = compiled(key, TARGETS[target])
+        spills, error, found = spilled(made, TARGETS[target]), "", races(made.asm["ttgir"])
     except Exception as failed:  # whatever the compiler's passes and tools raise: every other key is tried as well
         spills, error = 0, f"{type(failed).__name__}: {failed}"
-    return Compiled(op, time.perf_counter() - began, spills, error, found)
+    return Compiled(key[0], time.perf_counter() - began, spills, error, found)
 
 
 def once_per_kernel(keys: Iterable[Key]) -> list[Key]:

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Ranks are processes: they import the tests by name, from here.
-FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parent / "wire")]
+FOLDERS = [str(Path(__file__).parent / folder) for folder in ("", "wire", "ptx")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
 sys.path[:0] = FOLDERS
 
@@ -42,14 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--full"):
         return
     later = _later(items)
+    of_minutes = {item for item in later if any(marker.kwargs.get("full") for marker in item.iter_markers("long"))}
     if config.getoption("--long"):
-        config.hook.pytest_deselected(items=[item for item in items if item not in later])
-        items[:] = [item for item in items if item in later]
+        config.hook.pytest_deselected(items=[item for item in items if item not in later - of_minutes])
+        items[:] = [item for item in items if item in later - of_minutes]
         return
     minutes = pytest.mark.skip(reason="takes minutes: run `make test-full`")
     seconds = pytest.mark.skip(reason="takes seconds: run `make test-long`")
     for item in items:
-        if item.get_closest_marker("full"):
+        if item.get_closest_marker("full") or item in of_minutes:
             item.add_marker(minutes)
         elif item in later:
             item.add_marker(seconds)

@@ -27,14 +27,14 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counted: Counter[str] = Counter()
-        self._uploaded: set[int] = set()
+        self._uploaded: dict[int, Tensor] = {}  # kept, so that no other tensor comes to lie there
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if name == "lift_fresh":
-            self._uploaded.add(result.data_ptr())
+            self._uploaded[result.data_ptr()] = result
         if func.namespace == "aten" and not self._is_free(func, name, args):
             self.counted[f"{name} {_shapes(args)}"] += 1
         return result

@@ -43,7 +43,7 @@ def recorded(folder, monkeypatch) -> Callable[[str], dict]:
     return run
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in SLOW else n for n in sorted(CASES)])
 def test_every_case_runs_and_records_rows_and_facts(name, recorded):
     record = recorded(name)

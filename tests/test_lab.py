@@ -46,7 +46,7 @@ def key(task: str, optimizer: str, seed: int = 0, workers: int = 4, by: float = 
 SAID = ("metric", "initial", "steps", "curve", "sent", "received", "vetoed_steps", "rewarms")
 
 
-@pytest.mark.long(but=["modadd"])
+@pytest.mark.long(but=["modadd"], full=True)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
     short(monkeypatch, task, 25)
@@ -63,7 +63,7 @@ BATCHED = ("adam-living",)
 ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike and name not in (*RIVALS, *BATCHED)]
 
 
-@pytest.mark.long(but=["mlp-onebit-adam-4", "recsys-onebit-lamb-living-4", "late-adamw-4"])
+@pytest.mark.long(but=["mlp-onebit-adam-4", "recsys-onebit-lamb-living-4", "late-adamw-4"], full=True)
 @pytest.mark.parametrize("workers", [4, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("optimizer", HEADLINE)
 @pytest.mark.parametrize("task", ["mlp", "vgg", "gan", "recsys", "late"])
@@ -87,7 +87,7 @@ def test_so_it_does_where_the_rate_is_0_for_some_steps(monkeypatch):
     assert [batched[name] for name in SAID] == [ranks[name] for name in SAID]
 
 
-@pytest.mark.long(but=["onebit-adam", "adam-frozen"])
+@pytest.mark.long(but=["onebit-adam", "adam-frozen"], full=True)
 @pytest.mark.parametrize("optimizer", ALIKE)
 def test_every_optimizer_that_stands_for_all_workers_gives_the_bits_of_ranks(monkeypatch, optimizer):
     short(monkeypatch, "mlp", 25)
@@ -95,7 +95,7 @@ def test_every_optimizer_that_stands_for_all_workers_gives_the_bits_of_ranks(mon
     assert [batched[name] for name in SAID] == [ranks[name] for name in SAID]
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=3, full=True)
 @pytest.mark.parametrize("name", [name for name in CONTENDERS if name not in RIVALS])
 def test_every_optimizer_runs_and_all_start_alike(monkeypatch, name):
     short(monkeypatch, "mlp", 60)

@@ -11,7 +11,7 @@ from fusedonebit.apps.lab.tasks import TASKS
 WORKERS = 4
 
 
-@pytest.mark.long(but=["policy-together", "recsys-apart"])
+@pytest.mark.long(but=["policy-together", "recsys-apart"], full=True)
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("task", TASKS)
 def test_graph_has_the_bits_of_what_it_was_traced_from_on_another_seed(task: str, apart: bool) -> None:

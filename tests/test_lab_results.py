@@ -306,7 +306,7 @@ AGAIN = [
 """Task, optimizer, workers, seed."""
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @pytest.mark.parametrize(("task", "optimizer", "workers", "seed"), AGAIN)
 def test_a_run_made_again_has_the_recorded_bits(task, optimizer, workers, seed):
     """On another kind of processor, or with another torch, sums round otherwise: there the run must end near."""

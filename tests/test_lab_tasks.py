@@ -165,7 +165,7 @@ def test_many_items_are_first_seen_after_a_sixth_of_the_steps_or_never():
     assert len(asked - seen[int(0.15 * task.steps)]) > 50
 
 
-@pytest.mark.long(but=["mlp", "late"])
+@pytest.mark.long(but=["mlp", "late"], full=True)
 @pytest.mark.parametrize("task", [name for name in TASKS if name != "gan"])
 def test_adamw_learns_every_task(task):
     settings, trial, draw = TASKS[task], TASKS[task].make(0), torch.Generator().manual_seed(0)

@@ -159,7 +159,7 @@ def test_a_rival_says_that_it_takes_all_workers_gradients():
         rival.step()
 
 
-@pytest.mark.long(but=["bf16"])
+@pytest.mark.long(but=["bf16"], full=True)
 @pytest.mark.parametrize("name", RIVALS)
 def test_every_rival_trains(monkeypatch, name):
     monkeypatch.setitem(TASKS, "fit", dataclasses.replace(TASKS["fit"], steps=150))
