@@ -66,7 +66,7 @@ def worst_deviation(draws: list[np.ndarray]) -> float:
     return max(abs(found.mean() - mean_square(shape)) / found.std() * DRAWS**0.5 for shape, found in pairs)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_projections_estimate_the_square_of_the_mean_gradient():
     draws = drawn(SHAPES)
     right, larger = worst_deviation(draws), worst_deviation([1.02 * found for found in draws])
