@@ -124,7 +124,7 @@ test-tritons: $(READY)
 
 # PTX="--triton 3.6.0 --keys 100" passes options. Steps are recorded as if kernels were interpreted; none is.
 test-ptx: $(READY)
-	PYTHONPATH=.:tests TRITON_INTERPRET=1 $(BIN)/python -W ignore tests/ptx/ptx_steps.py $(PTX)
+	PYTHONPATH=.:tests:tests/ptx TRITON_INTERPRET=1 $(BIN)/python -W ignore tests/ptx/ptx_steps.py $(PTX)
 
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ LAYOUTS = {
     "scales of long tensors": (300_000, 140_000),
 }
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+Noting = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -388,20 +390,22 @@ def take(run: Run) -> set[str]:
 # ---------------------------------------------------------------- on ranks that are processes
 
 
-def _hierarchy(rank: int, world_size: int) -> set[Key]:
+def hierarchy(rank: int, world_size: int, noting: Noting, change: Callable[[Run], Run] | None = None) -> Any:
+    """Take steps with two levels, as ``change`` makes them; return what ``noting`` has noted of them."""
     mesh = init_device_mesh("cpu", (2, 2))
-    with recording() as keys:
+    with noting() as noted:
         for name, base in BASES.items():
             if name in (*ONEBIT, *ROUNDS):
                 for dtype in (FLOAT32, BFLOAT16):
                     run = replace(base, options={"hierarchy": mesh, "hierarchy_dtype": dtype})
-                    Rank(run, rank, None).steps(range(run.steps))
-    return keys
+                    Rank(change(run) if change else run, rank, None).steps(range(run.steps))
+    return noted
 
 
-def _shards(rank: int, world_size: int) -> set[Key]:
+def shards(rank: int, world_size: int, noting: Noting) -> Any:
+    """Take steps on DTensors; see ``hierarchy``."""
     mesh = make_mesh()
-    with recording() as keys:
+    with noting() as noted:
         for name in ONEBIT:
             generator = torch.Generator().manual_seed(0)
             tensors = [torch.randn(shape, generator=generator) for shape in ((400, 300), (7,), (1, 33))]
@@ -410,11 +414,12 @@ def _shards(rank: int, world_size: int) -> set[Key]:
                 for p, whole in zip(optimizer.param_groups[0]["params"], tensors, strict=True):
                     p.grad = like(p, torch.randn(whole.shape, generator=generator))
                 optimizer.step()
-    return keys
+    return noted
 
 
-def _overlap(rank: int, world_size: int) -> set[Key]:
-    with recording() as keys:
+def overlap(rank: int, world_size: int, noting: Noting) -> Any:
+    """Take steps that overlap with the backward pass; see ``hierarchy``."""
+    with noting() as noted:
         for name in ONEBIT:
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 30))
@@ -423,12 +428,11 @@ def _overlap(rank: int, world_size: int) -> set[Key]:
                 optimizer.zero_grad()
                 model(torch.randn(8, 300)).square().mean().backward()
                 optimizer.step()
-    return keys
+    return noted
 
 
-def _in_processes() -> Iterator[set[Key]]:
-    for function, world_size in ((_hierarchy, 4), (_shards, 4), (_overlap, 2)):
-        yield from run_ranks(function, world_size)
+IN_PROCESSES = ((hierarchy, 4), (shards, 4), (overlap, 2))
+"""Steps on ranks that are processes, and how many."""
 
 
 def keys_of_all() -> tuple[set[Key], dict[str, set[str]]]:
@@ -441,7 +445,8 @@ def keys_of_all() -> tuple[set[Key], dict[str, set[str]]]:
                 phases.setdefault(name.split(",")[0], set()).update(take(run))
             except Exception as error:
                 raise AssertionError(f"{name}: {error}") from error
-    return keys.union(*_in_processes()), phases
+    each = [found for steps, ranks in IN_PROCESSES for found in run_ranks(steps, ranks, recording)]
+    return keys.union(*each), phases
 
 
 if __name__ == "__main__":  # a process of its own, for programs: TRITON_INTERPRET=1 python tests/whole_steps.py FILE

@@ -14,7 +14,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 import triton
 import whole_steps
 from ptx_launches import Compiler, Found, Launches
+from ranks import run_ranks, shut_down
 
 from benchmarks.tritons import installed
 from fusedonebit import FusedOneBitWarning
@@ -67,6 +69,23 @@ def take(
     return list(launches.found.values())
 
 
+@contextmanager
+def executed(folder: Path | None) -> Iterator[list[Found]]:
+    """Execute the launches of a rank that is a process; what became of them is there in the end."""
+    found: list[Found] = []
+    with Compiler(folder) as compiler, (launches := Launches(compiler)).executing():
+        yield found
+    found += launches.found.values()
+
+
+def in_processes(folder: Path | None) -> Iterator[Found]:
+    """Execute the steps on ranks that are processes; ranks launch alike, so that each launch is counted often."""
+    for steps, ranks in whole_steps.IN_PROCESSES:
+        changed = [small] if steps is whole_steps.hierarchy else []
+        for found in run_ranks(steps, ranks, partial(executed, folder), *changed):
+            yield from found
+
+
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description="Execute what whole steps launch as PTX.")
@@ -83,6 +102,9 @@ def main() -> int:
     with mp.get_context("fork").Pool(given.processes) as pool:
         parts = [names[i :: given.processes] for i in range(given.processes)]
         found = [each for some in pool.map(partial(take, **how), parts) for each in some]
+    if not given.only and len(found) < given.keys:
+        found += in_processes(how["folder"])
+        shut_down()
     wrong = Counter(f"{each.op}: {text}" for each in found for text in each.wrong)
     notes = Counter(f"{each.op}: {re.sub(r', [0-9]+ times', '', text)}" for each in found for text in {*each.notes})
     print("\n".join(f"{text} ({count} keys)" for text, count in sorted((wrong | notes).items())))
@@ -94,4 +116,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import ptx_steps  # ranks know its functions by this name
+
+    sys.exit(ptx_steps.main())
