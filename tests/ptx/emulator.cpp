@@ -85,7 +85,7 @@ struct Instruction {  // DTYPE of ptx_program.py
   s64 offset;
 };
 struct Range { u64 low, high, writable; };
-struct Launch {  // of ptx_machine.py
+struct Launch {  // words of 8 bytes, from ptx_machine.py
   const Instruction *code;
   s64 registers, constants;
   const u64 *constant, *params;
@@ -395,4 +395,4 @@ extern "C" void execute(const Launch *launch) {
   machine.run();
   machine.tell();
 }
-extern "C" s64 size_of(s64 which) { return which ? sizeof(Launch) : sizeof(Instruction); }
+extern "C" s64 size_of_instruction() { return sizeof(Instruction); }

@@ -49,34 +49,30 @@ for line in sys.stdin:
 """
 
 
-class Compiler:
-    """A process in which a Triton compiles, as it does nowhere where it is interpreted.
+Compile = Callable[[Any], tuple[str, int]]
+"""Returns the PTX of a launch key, and how many bytes of shared memory it has; RuntimeError if it does not compile."""
 
-    Args:
-        folder: Where that Triton is installed; None: the one that is here anyway.
+
+@contextmanager
+def compiling(folder: Path | None = None) -> Iterator[Compile]:
+    """Compile in a process of its own: where Triton is interpreted, it compiles nothing.
+
+    ``folder`` is where the Triton is installed; None: the one that is here anyway.
     """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([*([str(folder)] if folder else []), str(ROOT)])
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILER]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
 
-    def __init__(self, folder: Path | None = None) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["PYTHONPATH"] = os.pathsep.join([*([str(folder)] if folder else []), str(ROOT)])
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-W", "ignore", "-c", COMPILER]
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+        def ptx_of(key: Any) -> tuple[str, int]:
+            print(json.dumps(key), file=process.stdin, flush=True)
+            ptx, shared = json.loads(process.stdout.readline())
+            if shared is None:
+                raise RuntimeError(f"{key[0]} does not compile: {ptx}")
+            return ptx, shared
 
-    def __enter__(self) -> Compiler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
-        self._process.wait(10)
-
-    def ptx(self, key: Any) -> tuple[str, int]:
-        """Returns the PTX of a key, and how many bytes of shared memory it has; RuntimeError if it does not compile."""
-        print(json.dumps(key), file=self._process.stdin, flush=True)
-        ptx, shared = json.loads(self._process.stdout.readline())
-        if shared is None:
-            raise RuntimeError(f"{key[0]} does not compile: {ptx}")
-        return ptx, shared
+        yield ptx_of
 
 
 class Executing(Noting):
@@ -111,13 +107,13 @@ class Launches:
     """Executes launches, one at a time; ``found`` is what became of each key's.
 
     Args:
-        compiler: What makes PTX of keys.
+        compile: What makes PTX of keys.
         patch: Changes it.
     """
 
-    def __init__(self, compiler: Compiler, patch: Callable[[str], str] = str) -> None:
+    def __init__(self, compile: Compile, patch: Callable[[str], str] = str) -> None:
         self.found: dict[Key, Found] = {}
-        self._compiler, self._patch = compiler, patch
+        self._compile, self._patch = compile, patch
         self._programs: dict[Key, tuple[Program, int]] = {}
         self._lock = threading.RLock()  # ranks are threads
         self._named: dict[str, Tensor] = {}
@@ -163,7 +159,7 @@ class Launches:
         if found.launches >= EACH or not grid:
             return
         if key not in self._programs:
-            ptx, shared = self._compiler.ptx(key)
+            ptx, shared = self._compile(key)
             self._programs[key] = Program(self._patch(ptx)), shared
         program, shared = self._programs[key]
         passed = [(*what[:2], x) for what, x in zip(key.arguments, given, strict=True) if what[1] != "constexpr"]
@@ -204,9 +200,8 @@ class Launches:
             i = next(i for i, x in enumerate(self._memory) if x.ctypes.data <= low < x.ctypes.data + x.nbytes)
             place = slice(low - self._memory[i].ctypes.data, high - self._memory[i].ctypes.data)
             outside[i][place] = False
-            ours = (
-                torch.from_numpy(contents[i][place].copy()).view(theirs.dtype).as_strided(theirs.shape, theirs.stride())
-            )
+            ours = torch.from_numpy(contents[i][place].copy()).view(theirs.dtype)
+            ours = ours.as_strided(theirs.shape, theirs.stride())
             word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[theirs.element_size()]
             differs = ours.contiguous().view(word) != theirs.detach().contiguous().view(word)
             if theirs.is_floating_point():

@@ -41,18 +41,6 @@ class Range(NamedTuple):
     writable: bool
 
 
-class _Launch(ctypes.Structure):
-    """``Launch`` of the emulator: addresses, where a name is one, and numbers."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_void_p if name in ("code", "constant", "params", "ranges", "said") else ctypes.c_int64)
-        for name in (
-            *("code", "registers", "constants", "constant", "params", "warps", "grid", "shared", "ranges"),
-            *("range_count", "order", "seed", "most", "said", "room"),
-        )
-    )
-
-
 def compiler() -> str:
     """Returns the path of a C++ compiler, or "" if there is none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), "")
@@ -72,7 +60,7 @@ def _library() -> ctypes.CDLL:
             subprocess.run([compiler(), *FLAGS, f"-I{unfinished}", str(SOURCE), "-o", str(made)], check=True)
             os.replace(made, built)
     library = ctypes.CDLL(str(built))
-    assert [library.size_of(0), library.size_of(1)] == [DTYPE.itemsize, ctypes.sizeof(_Launch)]
+    assert library.size_of_instruction() == DTYPE.itemsize
     return library
 
 
@@ -103,11 +91,11 @@ def execute(
     """
     given = np.array([*(param % 2**64 for param in params), 0], np.uint64)
     allowed, said = np.array(ranges, np.uint64), ctypes.create_string_buffer(1 << 14)
-    launch = _Launch(
+    launch = [
         *(program.code.ctypes.data, program.registers, len(program.constants), program.constants.ctypes.data),
         *(given.ctypes.data, program.threads // 32, grid, shared, allowed.ctypes.data, len(ranges)),
         *(order, seed, most, ctypes.addressof(said), len(said)),
-    )
-    _library().execute(ctypes.byref(launch))
+    ]
+    _library().execute((ctypes.c_int64 * len(launch))(*launch))  # ``Launch`` of the emulator
     faults = (line.split(" ", 2) for line in said.value.decode().splitlines())
     return [f"{what}, {times} times, {program.where(int(line))}" for line, times, what in faults]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import triton
 import whole_steps
-from ptx_launches import Compiler, Found, Launches
+from ptx_launches import Found, Launches, compiling
 from ranks import run_ranks, shut_down
 
 from benchmarks.tritons import installed
@@ -60,7 +60,7 @@ def take(
     warnings.simplefilter("ignore", FusedOneBitWarning)
     torch.set_num_threads(1)
     began, runs = time.monotonic(), whole_steps.runs()
-    with Compiler(folder) as compiler, (launches := Launches(compiler, patch)).executing():
+    with compiling(folder) as compile, (launches := Launches(compile, patch)).executing():
         for name in names:
             if time.monotonic() - began > seconds or len(launches.found) >= keys:
                 break
@@ -73,7 +73,7 @@ def take(
 def executed(folder: Path | None) -> Iterator[list[Found]]:
     """Execute the launches of a rank that is a process; what became of them is there in the end."""
     found: list[Found] = []
-    with Compiler(folder) as compiler, (launches := Launches(compiler)).executing():
+    with compiling(folder) as compile, (launches := Launches(compile)).executing():
         yield found
     found += launches.found.values()
 
