@@ -249,8 +249,8 @@ def template(
         if not any(name.startswith(f"{prefix}.") for name in saved):
             known = sorted({name.split(".", 1)[0] for name in saved})
             raise ValueError(
-                f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}: for another name "
-                "than dcp.save's, make room by dcp.template(..., prefix=...), and call torch's functions"
+                f"prefix must be the name of an optimizer's state, got {prefix!r}; saved were {known}: for another "
+                "name than dcp.save's, make room by dcp.template(..., prefix=...), and call torch's functions"
             )
         if not any(name.startswith(f"{prefix}.param_groups.0.params") for name in saved):
             raise ValueError(
