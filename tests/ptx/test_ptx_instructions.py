@@ -17,7 +17,10 @@ from ptx_instructions import COMPARISONS, INSTRUCTIONS
 from ptx_machine import Range, compiler, execute
 from ptx_program import Program, UnknownError
 
-pytestmark = pytest.mark.skipif(not compiler(), reason="no C++ compiler: for instance apt-get install g++")
+pytestmark = [
+    pytest.mark.needs_compiler,
+    pytest.mark.skipif(not compiler(), reason="no C++ compiler: for instance apt-get install g++"),
+]
 
 FORMATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127), "f64": (53, -1022, 1023)}
 """Bits of the significand, and the least and the largest exponent."""
