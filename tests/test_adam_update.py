@@ -165,7 +165,7 @@ def in_fewer_bits(x: Tensor, *octaves: Tensor, signed: bool) -> Tensor:
     return codes
 
 
-@pytest.mark.long(but=8)
+@pytest.mark.long(but=8, full=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("uncounted", [False, True])
 @pytest.mark.parametrize("coded", [False, True])

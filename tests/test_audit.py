@@ -70,7 +70,7 @@ def test_a_whole_step_moves_fewer_bytes_than_promised(printed: str, name: str, l
         assert float(counted) <= limit + 8.2 / int(world_size)
 
 
-@pytest.mark.long
+@pytest.mark.long(full=True)
 @pytest.mark.parametrize(
     ("name", "limit", "served"),
     [

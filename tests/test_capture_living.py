@@ -96,7 +96,7 @@ def train(rank: int, world_size: int, kind: Any, extra: str, stepped: Collection
     return [p.detach() for p in run.params], [optimizer.momentum(p) for p in run.params], errors, told
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=2, full=True)
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [(kind, extra) for kind in (OneBitAdam, OneBitLamb) for extra in EXTRAS if (kind, extra) not in REFUSED],

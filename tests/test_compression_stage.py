@@ -189,7 +189,7 @@ def test_a_living_variance_in_bfloat16_keeps_as_much_as_a_frozen_one_in_float32(
         assert 7.9 < state - 4 / world_size <= 8.2
 
 
-@pytest.mark.long
+@pytest.mark.long(full=True)
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ VECTORS = st.one_of(
 PROBLEMS = st.lists(VECTORS, min_size=1, max_size=4)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @pytest.mark.parametrize("ternary", [False, True], ids=["binary", "ternary"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("scope", SCOPES)

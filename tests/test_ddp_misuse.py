@@ -172,7 +172,7 @@ def test_gradients_that_ddp_has_averaged_are_noticed_at_the_first_step_and_no_sa
     assert run_ranks(warned, 2, name, "averaged by DDP") == [([0] * SEEDS, told), ([], told)]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @EACH_ONEBIT
 @pytest.mark.parametrize(("world_size", "how"), [(2, "local"), (2, "attached"), (1, "averaged by DDP")])
 def test_nobody_warns_of_other_gradients(name, world_size, how):

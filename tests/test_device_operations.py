@@ -225,7 +225,7 @@ def operations_of(case: Case, world_size: int, tensors: int, scheduled: bool) ->
 @pytest.mark.needs_compiler  # steps before it are C's, which make the tables that kernels keep; eager functions don't
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("world_size", [2, 1])
-@pytest.mark.parametrize("tensors", [3, 302, 3000])
+@pytest.mark.parametrize("tensors", [3, 302, pytest.param(3000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_makes_as_many_device_operations_as_recorded(name, tensors, world_size):
     case = CASES[name]

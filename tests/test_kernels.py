@@ -40,7 +40,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
     return 1024 if max(sizes) > 10_000 else 128
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=7, full=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
@@ -139,7 +139,7 @@ def test_finish_flags_dropped_elements_as_eager_does():
     assert_equal_backends("finish", make)
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=6, full=True)
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE

@@ -103,7 +103,7 @@ def test_lamb_move_equals_eager(sizes, dtype):
         assert_equal_backends("lamb_move", make)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=2, full=True)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @EACH_SIZE
 def test_lamb_ratio_equals_eager(sizes, world_size):

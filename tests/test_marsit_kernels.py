@@ -40,7 +40,7 @@ def block_of(sizes: tuple[int, ...]) -> int:
 # ---------------------------------------------------------------- the local update
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_local_update_equals_eager(sizes, world_size):

@@ -239,7 +239,7 @@ def skip(rank: int, world_size: int, name: str, clips: bool) -> tuple[int, list[
     return optimizer.stats()["skipped_steps"], scales, alike(params), optimizer.phase, str(optimizer.stats()["step"])
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @QUIET
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
 @EACH

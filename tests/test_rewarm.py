@@ -330,7 +330,7 @@ def resume(rank: int, transport, name: str, cut: int, options: dict) -> list[boo
     return [*equal, told[0] == told[1]]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @CUTS
 @pytest.mark.parametrize(
     ("name", "options"),

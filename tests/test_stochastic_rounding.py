@@ -79,7 +79,7 @@ def drawn(step: int, start: int, numel: int) -> Tensor:
 # ---------------------------------------------------------------- kernels and eager
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [BFLOAT16, SEVERAL], ids=["bfloat16", "several"])
 @pytest.mark.parametrize("sizes", [(1,), (7,), (1024,), (1025,), (5000,), (300, 0, 5, 1100, 129)])

@@ -86,7 +86,7 @@ def test_finish_equals_eager(scope, norm):
     assert_equal_backends("finish", arguments)
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=4, full=True)
 @pytest.mark.kernels
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-@pytest.mark.long(but=(0, 5))
+@pytest.mark.long(but=(0, 5), full=True)
 @pytest.mark.parametrize(("name", "dtype", "options"), CASES, ids=str)
 def test_resuming_from_every_step_continues_bit_for_bit(name, dtype, options):
     if name == "ours":
