@@ -79,6 +79,7 @@ class Torch:
     def __exit__(self, *_: object) -> None:
         self._server.stdin.close()
         self._server.wait(10)
+        self._server.stdout.close()
 
     def run(self, code: str, folder: Path, ranks: int = 0, seconds: int = 120) -> str:
         """Runs a program in a folder, on so many ranks, or 0: alone; returns what it has written, rank by rank.

@@ -34,7 +34,7 @@ SIZES = (2500, 1024, 17, 1)
 
 
 def small(run: whole_steps.Run) -> whole_steps.Run:
-    """Returns a run on tensors of a few blocks, whose launches have the same keys."""
+    """Returns a run on tensors of a few blocks: of the same ops, with other numbers, of which 16 may be a divisor."""
     if run.sizes != whole_steps.USUAL:
         return run
     return replace(run, sizes=SIZES, options={"block_size": 1024} | run.options)
