@@ -119,7 +119,8 @@ def train(
             if optimizer.stats()["skipped_steps"] > skipped:
                 told["skipped at"].append(step)
             told["scales"].append(scaler.get_scale())
-    told["warnings"] = [str(w.message) for w in caught if "coefficient has reached" not in str(w.message)]
+    ours = [str(w.message) for w in caught if issubclass(w.category, FusedOneBitWarning)]
+    told["warnings"] = [text for text in ours if "coefficient has reached" not in text]
     told["stats"] = optimizer.stats()
     told["end"] = whole_state(optimizer)
     return told
