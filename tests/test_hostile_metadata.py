@@ -25,7 +25,8 @@ from ranks import run_ranks
 from test_checkpoint_damage import everything, make_network, write_folder
 from torch.distributed.checkpoint import filesystem, metadata
 
-from fusedonebit import dcp
+from fusedonebit import CheckpointError, dcp
+from fusedonebit.checkpoint.metadata import read
 from fusedonebit.checkpoint.storage import CheckedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one rank alone
@@ -245,6 +246,12 @@ def with_values(saved: Saved, changes: list[Callable[[Any], None]]) -> bytes:
     for change in changes:
         change(found)
     return pickle.dumps(found)
+
+
+@pytest.mark.parametrize("nested", [b"]", b"("], ids=["lists", "marks"])
+def test_what_is_nested_deeper_than_pickle_nests_anything_is_refused_at_once(nested):
+    with pytest.raises(CheckpointError, match=r"at byte 163\d\d of 1000002: .*nested so deeply"):
+        read(b"\x80\x04" + nested * 1_000_000)
 
 
 def test_values_that_can_not_be_are_refused(saved):

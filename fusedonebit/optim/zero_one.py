@@ -243,14 +243,15 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         self._synchronise(lambda part: part.compress(self._all_missing, self._plain), told, coef)
         self.reducer.kept += kept
         left, decay, far = self._plain[:, Coef.DECAY], coef[:, Coef.DECAY], coef[:, Coef.STEP_SIZE]
+        may_rest = self._may_rest
         if self._local == 0:
             left.copy_(decay)
         else:
             torch.mul(self._moved[DECAY], decay, out=left)
-            far = self._moved[STEP_SIZE] + far if self._may_rest else far
+            far = self._moved[STEP_SIZE] + far if may_rest else far
             self._go_back()
         # What is owed is in units of parameters, which no rate multiplies any further: it waits for one above 0.
-        if self._may_rest:
+        if may_rest:
             self.reducer.keep_back(far == 0.0)
         self._apply_momentum(self.coefficients.still(self._plain, self._absent))
         if own.tells(self._done.steps, self._round.steps):

@@ -25,6 +25,7 @@ import torch
 import triton
 import whole_steps
 from ptx_launches import Found, Launches, compiling
+from ptx_machine import compiler
 from ranks import run_ranks, shut_down
 
 from benchmarks.tritons import installed
@@ -61,8 +62,9 @@ def take(
     torch.set_num_threads(1)
     began, runs = time.monotonic(), whole_steps.runs()
     with compiling(folder) as compile, (launches := Launches(compile, patch)).executing():
-        for name in names:
+        for number, name in enumerate(names):
             if time.monotonic() - began > seconds or len(launches.found) >= keys:
+                print(f"NOT EXECUTED: {len(names) - number} of {len(names)} steps, by --seconds or --keys", flush=True)
                 break
             whole_steps.take(small(runs[name]))
             print(f"{name}: {len(launches.found)} keys", file=sys.stderr, flush=True)
@@ -96,7 +98,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="what was found, as JSON")
     given = parser.parse_args()
-    names = [name for name in whole_steps.runs() if given.only in name]
+    if not compiler():
+        parser.error("no C++ compiler was found ($CXX, c++, g++, clang++): for instance apt-get install g++")
+    if not (names := [name for name in whole_steps.runs() if given.only in name]):
+        parser.error(f"--only must be part of the name of some steps, got {given.only!r}")
     how: dict[str, Any] = {"folder": installed(given.triton), "seconds": given.seconds}
     how["keys"] = -(-given.keys // given.processes)
     with mp.get_context("fork").Pool(given.processes) as pool:
@@ -112,7 +117,7 @@ def main() -> int:
         given.out.write_text(json.dumps([asdict(each) for each in found]))
     launches, equal = sum(each.launches for each in found), sum(each.equal for each in found)
     print(f"{len(found)} launch keys of Triton {given.triton} executed as PTX: {launches} launches, {equal} equal")
-    return int(bool(wrong))
+    return int(bool(wrong) or not 0 < equal == launches)
 
 
 if __name__ == "__main__":
