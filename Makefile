@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 WORKERS ?= 2
 
-.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-tritons test-ptx test-ecosystem docs dist lint format hooks bench peers gpu clean
+.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-tritons test-ptx test-ecosystem docs dist lint format hooks bench peers gpu-check gpu-speed gpu-all clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -30,8 +30,10 @@ help:
 	@echo "make hooks      let git look at each commit with the same tools (pre-commit)"
 	@echo "make bench      benchmarks on this machine's CPU (minutes); OUT=folder keeps the numbers"
 	@echo "make peers      DeepSpeed's own optimizers for the benchmarks, into a folder that can be carried"
-	@echo "make gpu        smoke, whole steps, kernels and tests on this machine's CUDA GPU, with \$$(PYTHON)'s own torch and triton;"
-	@echo "                OUT=folder for gpu.md, gpu.json, gpu.xml (junit) and gpu.log; under 9 minutes, whatever happens"
+	@echo "make gpu-check  does it work on this machine's CUDA GPU: every optimizer, graphs, NCCL, a compiled step, tests; with"
+	@echo "                \$$(PYTHON)'s own torch and triton; OUT=folder for the report; under 4.5 minutes, whatever happens"
+	@echo "make gpu-speed  and how fast: whole steps against fused AdamW, every kernel; also under 4.5 minutes"
+	@echo "make gpu-all    both, more sizes, the largest tensors; a quarter of an hour at most"
 	@echo "make clean      remove .venv and all that was built"
 
 # torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.
@@ -179,8 +181,8 @@ peers: $(READY)
 	$(BIN)/python -m pip install --quiet --target $(PEERS) einops hjson msgpack psutil py-cpuinfo pydantic tqdm
 
 # No venv, no network and nothing installed: $(PYTHON) has torch, triton and pytest.
-gpu:
-	$(PYTHON) -m benchmarks.gpu --out $(or $(OUT),benchmarks/results/gpu) $(GPU_OPTIONS)
+gpu-check gpu-speed gpu-all: gpu-%:
+	$(PYTHON) -m benchmarks.gpu $* --out $(or $(OUT),benchmarks/results/gpu) $(GPU_OPTIONS)
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .venv-3.* build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

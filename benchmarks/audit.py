@@ -80,7 +80,9 @@ def compile_kernel(
     """
     names = list(types)
     known = {n for n in names if n in multiples or (aligned and types[n][0] == "*")}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in known}
+    # Of each number and address, as the launcher says it: it shall find in its cache what is compiled here.
+    specialised = {n: i for i, n in enumerate(names) if types[n] != "constexpr" and not types[n].startswith("fp")}
+    attributes = {(i,): [["tt.divisibility", 16]] if n in known else [] for n, i in specialised.items()}
     values = {(names.index(n),): value for n, value in constants.items()}
     source = ASTSource(fn=function, signature=dict(types), constexprs=values, attrs=attributes)
     return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": False})

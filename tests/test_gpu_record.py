@@ -1,4 +1,4 @@
-"""``make gpu`` reports whatever its jobs do: jobs here hang, crash, print nonsense and are killed, without a GPU."""
+"""``make gpu-check`` reports whatever its jobs do: jobs here hang, crash, print nonsense and are killed; no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import audit_steps, optimizers, registry
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import profiled, runner, shares, smoke, steps
+from benchmarks.gpu import plans, profiled, runner, shares, smoke, steps
 from benchmarks.gpu.runner import Job, Stage, run
 from fusedonebit import Lamb
 from fusedonebit.triton_kernels import backends, native
@@ -37,8 +37,8 @@ def job(name: str, then: str = "", record: object = RECORD, deadline: float = 30
 
 def told(folder: Path) -> tuple[dict, str, ElementTree.Element]:
     """The three reports."""
-    record = json.loads((folder / "gpu.json").read_text())
-    return record, (folder / "gpu.md").read_text(), ElementTree.parse(folder / "gpu.xml").getroot()
+    record = json.loads((folder / "gpu-check.json").read_text())
+    return record, (folder / "gpu-check.md").read_text(), ElementTree.parse(folder / "gpu-check.xml").getroot()
 
 
 def failures(root: ElementTree.Element) -> set[str | None]:
@@ -69,7 +69,7 @@ BAD = {
 def test_what_hangs_crashes_or_prints_nonsense_ends_alone_and_is_named(tmp_path, capsys):
     plan = [Stage([job("before")]), Stage([make() for _, make in BAD.values()]), Stage([job("after")])]
     began = time.monotonic()
-    assert gpu.main(["--out", str(tmp_path)], plan) == 1
+    assert gpu.main(["check", "--out", str(tmp_path)], plan) == 1
     assert time.monotonic() - began < 60  # each hangs for as long
     record, page, junit = told(tmp_path)
     states = {name: found["state"] for name, found in record["jobs"].items()}
@@ -84,17 +84,17 @@ def test_what_hangs_crashes_or_prints_nonsense_ends_alone_and_is_named(tmp_path,
     assert "OSError: on purpose" in page
     assert failures(junit) == set(BAD)
     assert all(f"**{name}**: {state}" in page for name, (state, _) in BAD.items())
-    assert "last words" in (tmp_path / "gpu.log").read_text()
+    assert "last words" in (tmp_path / "gpu-check.log").read_text()
     ending = capsys.readouterr().out.splitlines()[-1]
     assert all(name in ending for name in BAD)
     assert not list(tmp_path.glob("*.new"))
 
 
 def test_all_that_passes_ends_with_0(tmp_path):
-    assert gpu.main(["--out", str(tmp_path), "--commit", "abc"], [Stage([job("one"), job("two")])]) == 0
+    assert gpu.main(["check", "--out", str(tmp_path), "--commit", "abc"], [Stage([job("one"), job("two")])]) == 0
     record, page, junit = told(tmp_path)
     assert record["states"] == {"passed": 2}
-    assert record["about"] == {"commit": "abc"}
+    assert record["about"] == {"plan": "check", "commit": "abc"}
     assert failures(junit) == set()
     assert "- a note" in page
 
@@ -128,7 +128,7 @@ def job(name, then=""):
 SLEEPS = f"open({{sys.argv[1] + '/pid'!r}}, 'w').write(str(os.getpid())); print('asleep'); time.sleep(20)"
 assert "torch" not in sys.modules  # it may be what is broken
 plan = [Stage([job("first")]), Stage([job("second", SLEEPS)]), Stage([job("third")])]
-sys.exit(gpu.main(["--out", sys.argv[1]], plan))
+sys.exit(gpu.main(["check", "--out", sys.argv[1]], plan))
 """
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_is_ended_half_way_keeps_all_that_had_ended(tmp_path, number)
 
 def test_what_all_others_need_ends_the_run_if_it_fails_and_says_so(tmp_path):
     plan = [Stage([job("machine", "sys.exit('no CUDA device here')", needed=True)]), Stage([job("other")])]
-    assert gpu.main(["--out", str(tmp_path)], plan) == 1
+    assert gpu.main(["check", "--out", str(tmp_path)], plan) == 1
     record, page, junit = told(tmp_path)
     assert record["states"] == {"failed": 1, "not run": 1}
     assert record["jobs"]["other"]["why"] == "machine failed"
@@ -187,18 +187,30 @@ def test_without_time_left_jobs_are_not_run_and_a_patient_stage_takes_what_other
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_all_deadlines_together_are_below_nine_minutes_and_the_machines_limit(device):
-    stages = gpu.stages(device)
-    assert sum(stage.deadline for stage in stages) <= gpu.TOTAL < 540
+@pytest.mark.parametrize(("plan", "most"), [("check", 270), ("speed", 270), ("all", 900)])
+def test_all_deadlines_together_are_below_the_plans_limit(plan, most, device):
+    stages = plans.PLANS[plan].chosen(device)
+    by_plan = sum(stage.deadline for stage in stages)
+    print(f"{plan} on {device}: {by_plan:g} s by plan, {plans.PLANS[plan].total:g} s at most, limit {most}")
+    assert by_plan <= plans.PLANS[plan].total < most
     names = [job.name for stage in stages for job in stage.jobs]
     assert len(set(names)) == len(names)
     assert names[0] == "machine"
-    assert names[-1] == "tests-far"
 
 
-def test_the_plan_names_every_optimizer_and_every_size_of_that_size():
-    assert set(gpu.SMOKE) == set(smoke.OPTIMIZERS)
-    assert list(gpu.STEPS) == list(steps.MODELS)
+def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_refused(tmp_path, capsys):
+    chosen = plans.PLANS["speed"].chosen("cuda", ["steps-10M", "warm"])
+    names = [job.name for stage in chosen for job in stage.jobs]
+    assert names == ["machine", *(f"warm-{i}" for i in range(len(steps.PEERS))), "steps-10M"]
+    with pytest.raises(SystemExit):
+        gpu.main(["speed", "--out", str(tmp_path), "--only", "stepss"])
+    assert "there is no job 'stepss': there are machine, warm-0," in capsys.readouterr().err
+
+
+def test_the_plans_name_every_optimizer_and_every_size_of_that_size():
+    assert set(plans.SMOKE) == set(smoke.OPTIMIZERS)
+    assert len(steps.PEERS) == plans.WARM
+    assert {**plans.SPEED, **plans.REST}.keys() == steps.MODELS.keys()
     for name, shapes in steps.MODELS.items():
         wanted = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
         assert steps.numel_of(shapes) == pytest.approx(wanted, rel=0.05)
@@ -245,7 +257,7 @@ def test_a_test_that_ends_its_process_leaves_the_results_of_the_others(tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.shares", *options]
     command += ["--record", "{folder}/tests.json", str(tmp_path / "test_it.py")]
     tests = Job("tests", command, 60.0)
-    assert gpu.main(["--out", str(tmp_path)], [Stage([tests])]) == 1
+    assert gpu.main(["check", "--out", str(tmp_path)], [Stage([tests])]) == 1
     record, page, junit = told(tmp_path)
     found = {name.partition("::")[2]: test for name, test in record["jobs"]["tests"]["record"]["tests"].items()}
     assert list(found) == ["test_a[1]", "test_b", "test_c[False]", "test_a[2]", "test_c[True]", "test_a[2000000]"]

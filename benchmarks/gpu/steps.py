@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,7 +30,7 @@ MODELS: dict[str, list[Shape]] = {
     "340M": bert_large(),
     "1.3B": gpt(24, 2048, context=2048),
 }
-DEEPSPEED_AT = "340M"
+SMALLEST, DEEPSPEED_AT = "10M", "340M"
 NEEDED = 48
 """Bytes per parameter: parameters, gradients, AdamW's moments, and at their peak ours of LAMB, twice its variance."""
 WAYS = ("eager", "captured")
@@ -218,9 +219,13 @@ def _attempts(size: _Size) -> Iterator[tuple[str, str, Callable[[], None]]]:
             yield peer.name, way, partial(size.profile, peer, way)
 
 
+def _shapes(name: str, report: Report) -> Sequence[Shape]:
+    return MODELS[name] if report.numel is None else [(report.numel // 2,), (report.numel // 4,), (7,)]
+
+
 def steps(name: str, report: Report) -> None:
     """Measure all peers at a size; one that fails ends none behind it."""
-    shapes = MODELS[name] if report.numel is None else [(report.numel // 2,), (report.numel // 4,), (7,)]
+    shapes = _shapes(name, report)
     needed = NEEDED * numel_of(shapes)
     if report.device.type == "cuda" and (free := torch.cuda.mem_get_info()[0]) < needed:
         report.note(f"skipped: needs {needed >> 30} GiB of free device memory, there are {free >> 30}")
@@ -239,13 +244,29 @@ def steps(name: str, report: Report) -> None:
         raise AssertionError(f"{failed} measurements failed")
 
 
-def _register(name: str) -> None:
-    def run(report: Report) -> None:
-        steps(name, report)
+def warm(peer: Peer, report: Report) -> None:
+    """Take a peer's steps once each way, so that its kernels are in Triton's cache, and say how long that took."""
+    table = report.table(f"{peer.name}: steps that compile", {"way": "<9", "s": ">6.1f"})
+    params = of_shapes(_shapes(SMALLEST, report), report.device)
+    for way in WAYS if report.device.type == "cuda" else WAYS[:1]:
+        began = time.perf_counter()
+        step = peer.step(params, way)
+        (captured(step, report.device) if way == "captured" else step)()
+        synchronise(report.device)
+        step.check()
+        table.add(way=way, s=time.perf_counter() - began)
 
-    run.__doc__ = f"The whole step at {name} parameters, eager and in a CUDA graph, W = 8 and 1, against fused AdamW."
-    case(f"steps-{name}", "cuda")(run)
+
+def _register(name: str, about: str, run: Callable[[Report], None]) -> None:
+    def each(report: Report) -> None:
+        run(report)
+
+    each.__doc__ = about
+    case(name, "cuda")(each)
 
 
 for _name in MODELS:
-    _register(_name)
+    _about = f"The whole step at {_name} parameters, eager and in a CUDA graph, W = 8 and 1, against fused AdamW."
+    _register(f"steps-{_name}", _about, partial(steps, _name))
+for _i, _peer in enumerate(PEERS):
+    _register(f"warm-{_i}", f"Compiles the kernels of {_peer.name}.", partial(warm, _peer))

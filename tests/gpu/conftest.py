@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 CUDA = torch.cuda.is_available()
 DRY_RUN = not CUDA and os.environ.get("FUSEDONEBIT_DRY_RUN") == "1"
 REASON = (
-    "NO CUDA DEVICE: nothing of this was tested on a GPU; run `make gpu` on a machine that has one "
+    "NO CUDA DEVICE: nothing of this was tested on a GPU; run `make gpu-check` on a machine that has one "
     "(FUSEDONEBIT_DRY_RUN=1 runs the code on the CPU, which proves nothing about a GPU)"
 )
 
