@@ -106,7 +106,7 @@ def _timed(device: str, sizes: dict[str, int]) -> list[Stage]:
 
 
 def _kernels(device: str) -> Stage:
-    return Stage([_case("kernels", device, 60, "--rounds", "15")])
+    return Stage([_case("kernels", device, 55, "--rounds", "15")])
 
 
 def _check(device: str) -> list[Stage]:
