@@ -95,6 +95,28 @@ def test_tritons_launcher_takes_the_arguments_of_each_kernel(name):
     assert {(kind, value) for _, kind, value in arguments} <= {("i32", ""), ("constexpr", 3), ("fp64", "")}
 
 
+# What Triton's launcher asks before each launch but the first, of the constants that a kernel and its rules read.
+LAUNCHED_AGAIN = """
+from fusedonebit.triton_kernels.op import OPS
+
+asked = 0
+for name, op in OPS.items():
+    kernel = op.kernel.triton
+    assert kernel.cache_key
+    for (constant, _), (value, names) in kernel.used_global_vals.items():
+        asked += 1
+        if names.get(constant) != value:
+            print(f"{name} has another {constant} than it was compiled with: {value}")
+print(f"{len(OPS)} kernels read {asked} constants")
+"""
+
+
+def test_no_constant_differs_from_itself_which_would_refuse_a_kernels_second_launch():
+    status, printed = compiling(ROOT, program=("-c", LAUNCHED_AGAIN))
+    assert status == 0, printed
+    assert re.fullmatch(rf"{len(OPS)} kernels read [1-9]\d\d+ constants\n", printed), printed
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

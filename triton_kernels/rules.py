@@ -97,7 +97,6 @@ CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 SHARE_OF_NORM = 0.4375  # the norm of a layer's update over that of the bits that stand for it (docs/numerics.md)
 LEAST_UNIT = 1e-30  # by which momentum can still be divided
 LARGEST = 3.4028234663852886e38  # of the finite float32 numbers
-NAN = float("nan")
 INFINITY = float("inf")
 
 
@@ -119,7 +118,7 @@ def counts(g, k) -> bool:
 @rule
 def counted(g, k):
     """Returns a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
-    return tl.where(counts(g, k), g, NAN)
+    return tl.where(counts(g, k), g, float("nan"))  # a constant would not equal itself: Triton refuses the next launch
 
 
 @rule

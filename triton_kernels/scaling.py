@@ -192,7 +192,8 @@ def scale_coefficients(
     """
     found, norm = told[FOUND : FOUND + 1], told[NORM : NORM + 1]
     scale = torch.ones_like(found) if loss_scale is None else loss_scale.reshape(1)
-    mean = norm / world_size if clips else torch.zeros_like(norm)
+    # By a number, torch divides on CUDA as by its reciprocal, which rounds twice.
+    mean = norm / torch.full_like(norm, world_size) if clips else torch.zeros_like(norm)
     factor = scale.reciprocal()
     if clips:
         factor = factor * rules.clip_factor(mean, max_norm)

@@ -15,7 +15,7 @@ from .runner import Job, Stage
 
 ONEBIT = ("OneBitAdam", "OneBitAdam-frozen", "OneBitAdam-bf16", "OneBitAdam-8bit", "OneBitLamb", "OneBitLamb-frozen")
 SMOKE = (*ONEBIT, "OneBitLion", "ZeroOneAdam", "MarsitSGD", "MarsitAdam", "AdamW", "AdamW-8bit", "Lamb")
-WARM = 7
+WARM = 6
 """Jobs that warm the cache, one for each of ``steps.PEERS``."""
 SPEED, REST = {"340M": 75, "10M": 40}, {"50M": 30, "1.3B": 60}
 """Seconds of steps of each size."""

@@ -55,8 +55,8 @@ class Peer(NamedTuple):
     @property
     def audited(self) -> str:
         """Of ``STEPS``."""
-        kind = {"OneBitAdam": "1-bit Adam", "OneBitLamb": "1-bit LAMB"}[self.optimizer]
-        return f"{kind}, preconditioned" + ", bf16 variance" * (self.variance is torch.bfloat16)
+        kind = {"OneBitAdam": "1-bit Adam, preconditioned", "OneBitLamb": "1-bit LAMB, plain"}[self.optimizer]
+        return kind + ", bf16 variance" * (self.variance is torch.bfloat16)
 
     def step(self, params: Sequence[Tensor], way: str) -> Step:
         """Return its compressed step, which has been taken a few times."""
@@ -72,7 +72,6 @@ BF16 = torch.bfloat16
 PEERS = (
     Peer("OneBitAdam", 8, BF16),
     Peer("OneBitAdam", 1, BF16),
-    Peer("OneBitLamb", 8, BF16),
     Peer("OneBitAdam", 8),
     Peer("OneBitAdam", 1),
     Peer("OneBitLamb", 8),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from optimizers import objects
+from optimizers import UNGUARDED, objects
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLamb
@@ -23,7 +23,7 @@ FREEZE = 10
 PLAIN = {"precondition": False, "scale_norm": "l2"}
 KINDS: dict[str, dict[str, Any]] = {
     "adam": {},
-    "adam, plain": PLAIN,
+    "adam, plain": PLAIN | UNGUARDED,
     "adam, ternary": {"ternary": True},
     "lamb": {"make": OneBitLamb},
     "lamb, plain": {"make": OneBitLamb} | PLAIN,
@@ -109,8 +109,10 @@ def test_30_steps_of_lamb_through_the_kernels_equal_30_through_eager(device, sha
             results.append(run.steps(0, 30, nan_at=20))
             stats = run.optimizer.stats(layers=True)
         layers.append(stats["layers"])
-        assert (stats["step"], stats["skipped_steps"], stats["phase"]) == (29, 1, "uncompressed")
+        # On one rank alone it leaves out the element, not the step.
+        assert (stats["step"], stats["skipped_steps"], stats["phase"]) == (30, 0, "uncompressed")
     assert_equal(*results)
+    assert all(torch.isfinite(p).all() for p in results[0])
     for name in ("coefficient", "average", "ratio"):
         assert layers[0][name] == layers[1][name]
 
@@ -166,7 +168,7 @@ def test_nccl_at_world_size_1_equals_a_run_without_collectives(device, shapes, n
     run = Run(device, shapes, transport=nccl(), **KINDS[kind])
     assert "nccl" in run.optimizer.stats()["transport"]
     assert_equal(run.steps(0, 30, nan_at=20), expected)
-    assert run.optimizer.stats()["collectives_step"] == 2
+    assert run.optimizer.stats()["collectives_step"] == 0  # one rank has nobody to talk to
 
 
 def _steps_without_waiting(run: Run) -> None:

@@ -270,6 +270,8 @@ def _expression(node: ast.expr) -> str:
             return f"{value!r}f"
         case ast.Constant(value=int() as value):
             return str(int(value)) if value < 2**31 else f"{value}u"  # False is 0
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="nan")]):
+            return "NAN"
         case ast.Call(func=function, args=arguments):
             name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
             of = [function.value] if isinstance(function, ast.Attribute) and name == "to" else arguments
