@@ -16,6 +16,7 @@ from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
 from fusedonebit.triton_kernels.receive import spans_of
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
+from fusedonebit.triton_kernels.tables import tables_of
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
 """Ops that do something else where what is compressed is preconditioned."""
@@ -75,6 +76,7 @@ class Workload:
         self._slot, self._slots = self.layout.scale_slots("block")
         self.device, self.dtype, self.world_size = device, dtype, world_size
         self.table = live_table(self.layout).to(device)
+        self.tables = tables_of(self.layout, device)  # which each launch would else make anew
         self.block_tensor = self.layout.block_tensor().to(device, torch.int32)
         self.skip = torch.zeros(1, dtype=torch.int32, device=device)
         self.coef = torch.zeros(len(sizes), len(Coef), device=device)

@@ -25,7 +25,7 @@ TINY = ("--numel", "20000", "--rounds", "2")
 GPU_TESTS, FAR = "tests/gpu", "tests/gpu/test_gpu_far.py"
 NCCL, COMPILED = "nccl", "compiled_step"
 """What names of tests have that are a job of their own."""
-SHARES, SHARES_OF_A_DRY_RUN = 12, 400
+SHARES, SHARES_OF_A_DRY_RUN = 15, 400
 
 
 class Plan(NamedTuple):
@@ -83,9 +83,8 @@ def _machine(device: str) -> Stage:
 def _smoke(device: str) -> Stage:
     """Everything once: each optimizer, NCCL of one rank, a compiled step."""
     jobs = [_case(f"smoke-{name}", device, 75, at_once=len(SMOKE)) for name in SMOKE]
-    for name in (NCCL, COMPILED):
-        jobs.append(_tests(name, device, 75, GPU_TESTS, "-k", name))
-    return Stage(jobs)
+    jobs += [_tests(f"{NCCL}-{i}", device, 75, GPU_TESTS, "-k", NCCL, share=i, of=2) for i in range(2)]
+    return Stage([*jobs, _tests(COMPILED, device, 75, GPU_TESTS, "-k", COMPILED)])
 
 
 def _shares(device: str, deadline: float) -> Stage:
@@ -106,7 +105,7 @@ def _timed(device: str, sizes: dict[str, int]) -> list[Stage]:
 
 
 def _kernels(device: str) -> Stage:
-    return Stage([_case("kernels", device, 55, "--rounds", "15")])
+    return Stage([_case("kernels", device, 45, "--rounds", "15")])
 
 
 def _check(device: str) -> list[Stage]:
@@ -114,7 +113,7 @@ def _check(device: str) -> list[Stage]:
 
 
 def _speed(device: str) -> list[Stage]:
-    alone = Stage([_case("adamw", device, 30, "--numel", "340000000", "--rounds", "9")])
+    alone = Stage([_case("adamw", device, 40, "--numel", "340000000", "--rounds", "9")])
     return [_machine(device), _warm(device), *_timed(device, SPEED), alone, _kernels(device)]
 
 
