@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.name:14} {case.where:5} {case.about}")
         return 0
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())  # as tensors say it: tables are kept by that
     failed = False
     for case in _chosen(parser, given, device):
         report = Report(device, given.numel, given.rounds, dry_run=not case.is_at_home(device))

@@ -27,7 +27,8 @@ from .pages import PERFORMANCE, write_tables
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
-RECORD = Path(__file__).with_name("results") / "tritons.json"
+RESULTS = Path(__file__).with_name("results")
+RECORD = RESULTS / "tritons.json"
 EVERY, OTHERS = "sm_90", ("sm_75", "sm_80", "sm_100", "gfx942")
 NAME = "TRITONS"
 
@@ -86,6 +87,12 @@ def executed() -> list[dict[str, str]]:
     return [{"by": by, "torch": claimed(file, "torch"), "triton": claimed(file)} for by, file in files.items()]
 
 
+def on_gpus() -> dict[tuple[str, str], str]:
+    """Returns the GPUs on which each torch and Triton ran, by the records of ``make gpu-speed``."""
+    found = [each["about"] for path in RESULTS.glob("*/speed.json") for each in json.loads(path.read_text())]
+    return {(each["torch"].partition("+")[0], each["triton"]): each["device"] for each in found}
+
+
 def table(record: Mapping[str, Any]) -> str:
     """Returns the record as Markdown."""
     lines = ["| Python | torch | Triton | target | launch keys compiled |", "|---|---|---|---|--:|"]
@@ -93,7 +100,10 @@ def table(record: Mapping[str, Any]) -> str:
         counted = f"{row['compiled']:,} of {row['keys']:,}"
         lines.append(f"| {record['python']} | {record['torch']} | {row['triton']} | {row['target']} | {counted} |")
     lines += ["", "| torch | Triton | executed in Triton's interpreter by | run on a GPU |", "|---|---|---|---|"]
-    lines += [f"| {each['torch']} | {each['triton']} | `{each['by']}` | never |" for each in executed()]
+    gpus = on_gpus()
+    for each in executed():
+        gpu = gpus.get((each["torch"], each["triton"]), "never")
+        lines.append(f"| {each['torch']} | {each['triton']} | `{each['by']}` | {gpu} |")
     return "\n".join(lines) + "\n"
 
 
