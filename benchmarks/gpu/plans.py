@@ -17,7 +17,7 @@ ONEBIT = ("OneBitAdam", "OneBitAdam-frozen", "OneBitAdam-bf16", "OneBitAdam-8bit
 SMOKE = (*ONEBIT, "OneBitLion", "ZeroOneAdam", "MarsitSGD", "MarsitAdam", "AdamW", "AdamW-8bit", "Lamb")
 WARM = 6
 """Jobs that warm the cache, one for each of ``steps.PEERS``."""
-SPEED, REST = {"340M": 75, "10M": 40}, {"50M": 30, "1.3B": 60}
+SPEED, REST = {"340M": 90, "10M": 44}, {"50M": 60, "1.3B": 120}
 """Seconds of steps of each size."""
 BOTH = ("adamw",)
 """Cases that are results on a CPU, too."""
@@ -25,7 +25,8 @@ TINY = ("--numel", "20000", "--rounds", "2")
 GPU_TESTS, FAR = "tests/gpu", "tests/gpu/test_gpu_far.py"
 NCCL, COMPILED = "nccl", "compiled_step"
 """What names of tests have that are a job of their own."""
-SHARES, SHARES_OF_A_DRY_RUN = 15, 400
+SHARES, SHARES_OF_A_DRY_RUN, MOST = 15, 400, 16
+"""Processes of tests; and how many cases of each function a check takes, of which there are 1,700."""
 
 
 class Plan(NamedTuple):
@@ -77,26 +78,26 @@ def _tests(name: str, device: str, deadline: float, *options: str, share: int = 
 
 
 def _machine(device: str) -> Stage:
-    return Stage([_case("machine", device, 25, needed=True)])
+    return Stage([_case("machine", device, 15, needed=True)])
 
 
 def _smoke(device: str) -> Stage:
     """Everything once: each optimizer, NCCL of one rank, a compiled step."""
-    jobs = [_case(f"smoke-{name}", device, 75, at_once=len(SMOKE)) for name in SMOKE]
-    jobs += [_tests(f"{NCCL}-{i}", device, 75, GPU_TESTS, "-k", NCCL, share=i, of=2) for i in range(2)]
-    return Stage([*jobs, _tests(COMPILED, device, 75, GPU_TESTS, "-k", COMPILED)])
+    jobs = [_case(f"smoke-{name}", device, 80, at_once=len(SMOKE)) for name in SMOKE]
+    jobs += [_tests(f"{NCCL}-{i}", device, 80, GPU_TESTS, "-k", NCCL, share=i, of=2) for i in range(2)]
+    return Stage([*jobs, _tests(COMPILED, device, 80, GPU_TESTS, "-k", COMPILED)])
 
 
-def _shares(device: str, deadline: float) -> Stage:
-    """All other tests; those first that differ most, so that a deadline leaves out repetitions."""
+def _shares(device: str, deadline: float, *options: str) -> Stage:
+    """The other tests; those first that differ most, so that a deadline leaves out repetitions."""
     shares, of = (2, SHARES_OF_A_DRY_RUN) if device == "cpu" else (SHARES, SHARES)
-    others = ("-k", f"not {NCCL} and not {COMPILED}", f"--ignore={FAR}", GPU_TESTS)
+    others = ("-k", f"not {NCCL} and not {COMPILED}", f"--ignore={FAR}", *options, GPU_TESTS)
     jobs = [_tests(f"tests-{i}", device, deadline, *others, share=i, of=of) for i in range(shares)]
     return Stage(jobs, patient=True)
 
 
 def _warm(device: str) -> Stage:
-    jobs = [_case(f"warm-{i}", device, 40, at_once=WARM) for i in range(WARM)]
+    jobs = [_case(f"warm-{i}", device, 36, at_once=WARM) for i in range(WARM)]
     return Stage(jobs[:1] if device == "cpu" else jobs)  # nothing is compiled there
 
 
@@ -105,26 +106,27 @@ def _timed(device: str, sizes: dict[str, int]) -> list[Stage]:
 
 
 def _kernels(device: str) -> Stage:
-    return Stage([_case("kernels", device, 45, "--rounds", "15")])
+    return Stage([_case("kernels", device, 48, "--rounds", "15")])
 
 
 def _check(device: str) -> list[Stage]:
-    return [_machine(device), _smoke(device), _shares(device, 160)]
+    return [_machine(device), _smoke(device), _shares(device, 160, "--most", str(MOST))]
 
 
 def _speed(device: str) -> list[Stage]:
-    alone = Stage([_case("adamw", device, 40, "--numel", "340000000", "--rounds", "9")])
+    alone = Stage([_case("adamw", device, 35, "--numel", "340000000", "--rounds", "9")])
     return [_machine(device), _warm(device), *_timed(device, SPEED), alone, _kernels(device)]
 
 
 def _all(device: str) -> list[Stage]:
-    far = _tests("tests-far", device, 50, FAR, of=8 if device == "cpu" else 1)
-    rest = [*_timed(device, REST), Stage([_case("roofline", device, 50, "--rounds", "5")])]
-    return [*_check(device), *_speed(device)[1:], *rest, Stage([far], patient=True)]
+    whole = [_machine(device), _smoke(device), _shares(device, 320)]
+    far = _tests("tests-far", device, 100, FAR, of=8 if device == "cpu" else 1)
+    rest = [*_timed(device, REST), Stage([_case("roofline", device, 100, "--rounds", "5")])]
+    return [*whole, *_speed(device)[1:], *rest, Stage([far], patient=True)]
 
 
 PLANS = {
     "check": Plan("machine, every optimizer, graphs, NCCL, a compiled step, and the tests", 268, _check),
-    "speed": Plan("whole steps against fused AdamW, 8-bit AdamW, and every kernel's bytes a second", 268, _speed),
-    "all": Plan("both, and steps of 50M and 1.3B parameters, kernels by size, the largest tensors", 760, _all),
+    "speed": Plan("whole steps against fused AdamW, 8-bit AdamW, and every kernel's bytes a second", 269, _speed),
+    "all": Plan("both, and steps of 50M and 1.3B parameters, kernels by size, the largest tensors", 1100, _all),
 }

@@ -1,12 +1,14 @@
 """A plugin of pytest (``-p benchmarks.gpu.shares``): takes a share of the tests, smallest first, and notes each.
 
-Each function's first case comes before any function's second, and the largest shapes last, so that a run which is
-ended has seen something of everything. The record is replaced at each test: what ends the process ends no other
-test's result.
+One case of each function comes before any function's second, cases in an order that mixes their parameters, and the
+largest shapes last, so that a run which is ended has seen something of everything. The record is replaced at each test:
+what ends the process ends no other test's result.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,6 +29,9 @@ EVERY = 0.5
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share", default="0/1", help="K/N: of the tests in their order those from the K-th on, each N-th"
+    )
+    parser.addoption(
+        "--most", type=int, default=sys.maxsize, help="cases of each function, and as many of large shapes"
     )
     parser.addoption("--record", type=Path, help="what became of each test, as JSON")
 
@@ -50,15 +55,16 @@ def elements(parameters: dict[str, Any]) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seen: Counter[tuple[str, bool]] = Counter()
     keyed = []
-    for item in items:
+    for item in random.Random(0).sample(items, len(items)):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         kind = item.nodeid.partition("[")[0], elements(parameters) >= LARGE
         keyed.append(((LAST in item.path.stem, kind[1], seen[kind]), item))
         seen[kind] += 1
     share, of = map(int, config.getoption("--share").split("/"))
-    ordered = [item for _, item in sorted(keyed, key=lambda pair: pair[0])]
-    config.hook.pytest_deselected(items=[item for i, item in enumerate(ordered) if i % of != share])
-    items[:] = ordered[share::of]
+    ordered = sorted((pair for pair in keyed if pair[0][-1] < config.getoption("--most")), key=lambda pair: pair[0])
+    chosen = [item for _, item in ordered][share::of]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 class _Record:
