@@ -11,7 +11,7 @@ from launch_keys import recording
 from ptx_launches import Found
 from ptx_machine import compiler
 from ptx_program import UnknownError
-from ptx_steps import small, take
+from ptx_steps import REASONS, small, take, unexplained
 
 pytestmark = [
     pytest.mark.needs_compiler,
@@ -29,9 +29,16 @@ def wrong(found: list[Found]) -> list[str]:
 @pytest.mark.parametrize("name", random.Random(SEED).sample(sorted(whole_steps.runs()), SAMPLED))
 def test_whole_steps_leave_what_plain_torch_does(name):
     found = take([name])
-    assert wrong(found) == []
+    assert wrong(found) == unexplained(found) == []
     assert all(each.launches == each.equal > 0 for each in found)
     print(f"{name}: {len(found)} launch keys, {sum(each.launches for each in found)} launches as PTX")
+
+
+def test_what_several_warps_touch_needs_a_reason_for_that_kernel():
+    note = "an unused load of what is stored by another warp, advance.py:59:30"
+    assert unexplained([Found("advance", notes=[note])]) == []
+    assert unexplained([Found("flatten", notes=[note])]) == [f"flatten: {note}"]
+    assert all(REASONS.values())
 
 
 @pytest.mark.long(but=1)
@@ -42,8 +49,9 @@ def test_small_steps_launch_what_large_ones_do(name):
         whole_steps.take(run)
     with recording() as of_small:
         whole_steps.take(small(run))
-    assert {key.op for key in of_small} == {key.op for key in keys}
     print(f"{name}: {len(of_small & keys)} of {len(keys)} launch keys are the same")
+    assert {key.op for key in of_small} == {key.op for key in keys}
+    assert len(of_small & keys) >= len(keys) - 1  # a number may be a multiple of 16 in one and not in the other
 
 
 # ---------------------------------------------------------------- faults
