@@ -13,8 +13,9 @@ from launch_keys import recording
 from benchmarks import optimizers
 from benchmarks.adamw import DTYPES, ours
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import plans, smoke, steps
+from benchmarks.gpu import page, plans, smoke, steps
 from benchmarks.kernels import KERNELS
+from benchmarks.pages import PERFORMANCE
 from benchmarks.workload import Workload
 from fusedonebit import AdamW, Wire
 
@@ -91,6 +92,10 @@ def test_a_deadline_is_twice_what_a_job_has_taken_on_an_h100():
         least = 1.7 if name.startswith("steps-") else 1.9  # of seven peers, which are six now
         print(f"{name:24} took {taken[name]:5.1f} s, deadline {deadline:g} s")
         assert deadline >= least * taken[name]
+
+
+def test_the_page_has_what_an_h100_has_measured():
+    assert f"<!-- {page.NAME} -->\n{page.tables()}<!-- end of {page.NAME} -->" in PERFORMANCE.read_text()
 
 
 @pytest.mark.long(full=True)

@@ -50,7 +50,7 @@ def test_words_are_counted_as_they_are_read(text: str, count: int):
 
 
 def test_the_state_on_gpus_stands_on_the_first_screen():
-    assert words(README[: README.index("Never run on a GPU, never run on a cluster")]) < 200
+    assert words(README[: README.index("Never run on two GPUs, never run on a cluster")]) < 200
 
 
 def test_there_are_six_limits():
