@@ -81,10 +81,13 @@ $(VENV)/.mpi: $(READY)
 test-mpi: $(VENV)/.mpi
 	$(BIN)/python -m pytest -m needs_mpi
 
+OLDEST_TRITON = $(shell sed -n 's/^triton==//p' constraints-oldest.txt)
 # Those that promise a time, or share MPI ranks, have the machine to themselves.
 test-full: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full -m "not alone and not needs_mpi"
 	$(BIN)/python -m pytest --full -m "alone or needs_mpi"
+	@if command -v c++ >/dev/null; then $(MAKE) --no-print-directory test-ptx PTX="--triton $(OLDEST_TRITON)"; \
+		else echo "NO C++ COMPILER: what the oldest Triton compiles was not executed"; fi
 
 # Where an index has no CPU build of it, torch brings its CUDA libraries: 5 GB.
 OLDEST := .venv-oldest
