@@ -245,11 +245,14 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description="One rank's step for any number of parameters and ranks.")
     parser.add_argument("--largest-built", type=float, default=1e10, help="parameters of the largest layout built")
-    parser.add_argument("--redraw", action="store_true", help="tables and picture from the stored results")
+    parser.add_argument("--redraw", action="store_true", help="run nothing: predictions, tables and picture anew")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = json.loads(RESULTS.read_text()) if arguments.redraw else everything(int(arguments.largest_built))
+    if arguments.redraw:
+        found = json.loads(RESULTS.read_text()) | {"predicted": list(predictions())}
+    else:
+        found = everything(int(arguments.largest_built))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     print(_predicted_table(found["predicted"]))

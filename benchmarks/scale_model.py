@@ -17,6 +17,8 @@ from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.layout import SCALE_BLOCK
 from fusedonebit.triton_kernels.receive import spans_of
 
+from .chips import ATTAINABLE, H200, LAUNCH, Chip
+
 LIMITS = json.loads(Path(__file__).with_name("limits.json").read_text())["sm_90"]
 
 ASPECT = 128
@@ -131,27 +133,8 @@ LAUNCHER_TABLES = 16
 # ---------------------------------------------------------------- time
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A GPU, as its maker states it.
-
-    Attributes:
-        bandwidth: Of its memory, bytes per second.
-        launch: Seconds between the starts of two small kernels in a queue.
-        latency: Seconds that a load from memory takes.
-    """
-
-    name: str
-    bandwidth: float
-    launch: float = 3e-6
-    latency: float = 0.7e-6
-
-
-H200, H100 = Machine("H200", 4.8e12), Machine("H100 SXM", 3.35e12)
-
-LAUNCHES = {"adam": 7, "lamb": 9}
-SMALL_OPERATIONS = 19
-"""Of torch, on tensors of a few numbers, in a step (``tests/test_device_operations.py``)."""
+LAUNCHES = {"adam": 11, "lamb": 13}
+"""Of a step, captured as one CUDA graph (``tests/test_predictions.py``)."""
 
 
 def kernel_bytes(optimizer: str, world_size: int) -> dict[str, float]:
@@ -175,16 +158,16 @@ RANKS_IN_FLIGHT = 8
 """Ranks whose bytes ``server_reduce`` waits for together."""
 
 
-def kernel_seconds(layout: FlatLayout, optimizer: str, machine: Machine = H200) -> dict[str, float]:
+def kernel_seconds(layout: FlatLayout, optimizer: str, chip: Chip = H200) -> dict[str, float]:
     """Memory time of a step's kernels; what the server waits besides, as it walks over the ranks; and all launches."""
     moved = kernel_bytes(optimizer, layout.world_size)
-    memory = {name: nbytes * layout.numel / machine.bandwidth for name, nbytes in moved.items()}
+    memory = {name: nbytes * layout.numel / (ATTAINABLE * chip.bandwidth) for name, nbytes in moved.items()}
     waves = -(-layout.blocks_per_chunk // RESIDENT)
-    walk = waves * -(-layout.world_size // RANKS_IN_FLIGHT) * machine.latency
+    walk = waves * -(-layout.world_size // RANKS_IN_FLIGHT) * chip.latency / chip.clock
     return {
         "memory": sum(memory.values()),
         "walk": max(0.0, walk - memory["server_reduce"]),
-        "launches": (LAUNCHES[optimizer] + SMALL_OPERATIONS) * machine.launch,
+        "launches": LAUNCHES[optimizer] * LAUNCH,
     }
 
 

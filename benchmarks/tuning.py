@@ -13,16 +13,18 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from triton.backends.compiler import GPUTarget
 
 from . import audit, sass, tuning_kernels
 from .audit_cases import BLOCK, CASES, Case
+from .chips import H100, H200, Variant
 from .pages import PERFORMANCE, write_tables
 
 RESULTS = Path(__file__).parent / "results" / "tuning"
@@ -45,109 +47,9 @@ STRIDES = ("arrived_bits_stride", "exp_avg_bits_stride", "bits_stride")
 """Messages are multiples of 16 bytes, which the launcher sees."""
 
 
-@dataclass(frozen=True)
-class Chip:
-    """A GPU as its maker states it; ``clock`` in Hz."""
-
-    name: str
-    bandwidth: float
-    clock: float = 1.755e9
-    multiprocessors: int = 132
-    registers: int = 65536
-    warps: int = 64
-    programs: int = 32
-    shared: int = 227 * 1024
-    latency: int = 700  # cycles until a load from memory is there
-
-    @property
-    def bytes_per_cycle(self) -> float:
-        """Of memory bandwidth, for each multiprocessor."""
-        return self.bandwidth / self.multiprocessors / self.clock
-
-    def resident(self, registers: int, num_warps: int, shared: int) -> int:
-        """Programs that one multiprocessor holds."""
-        by_registers = self.registers // (-(-registers // 8) * 8 * 32 * num_warps)
-        return min(self.programs, self.warps // num_warps, by_registers, self.shared // (shared + 1024))
-
-
-H200, H100 = Chip("H200", 4.8e12), Chip("H100 SXM", 3.35e12)
-
-CHAINS = {"momentum_compress": 4, "server_reduce": 2, "apply_momentum": 4, "lamb_ratio": 4, "adam_update": 4}
-"""Loads that wait for each other: a flag, the block's tensor, its address, its elements."""
-ISSUE = 4
-"""Warp instructions that a multiprocessor starts in a cycle."""
-RATES = {"fp64": 2, "conversions": 0.5, "SHFL": 1, "MUFU": 0.5}
-"""Warp instructions of these kinds in a cycle: 64 lanes for FP64, 16 for its conversions and for roots, 32."""
-
-
-@dataclass
-class Variant:
-    """One kernel, compiled for blocks of one size and one number of warps.
-
-    Attributes:
-        widths: Bytes per thread of its loads and stores, and how many there are of each.
-        instructions, fp64, conversions, shuffles: Per warp and block, on the path of a full block.
-        bytes: Per block.
-        resident: Programs on a multiprocessor.
-    """
-
-    kernel: str
-    block: int
-    num_warps: int
-    registers: int
-    spills: int
-    shared: int
-    barriers: int
-    instructions: int
-    fp64: int
-    conversions: int
-    shuffles: int
-    roots: int
-    bytes: float
-    resident: int
-    widths: dict[int, int]
-
-    @property
-    def per_element(self) -> float:
-        """Instructions, of all threads."""
-        return self.instructions * self.num_warps * 32 / self.block
-
-    def limits(self, chip: Chip) -> dict[str, float]:
-        """Cycles per 1024 elements of one multiprocessor, if nothing but this held it up."""
-        scale, warps = 1024 / self.block, self.num_warps
-        chain = CHAINS[self.kernel.split(",")[0]] + self._turns
-        units = {
-            "fp64": self.fp64,
-            "conversions": self.conversions,
-            "SHFL": self.shuffles,
-            "MUFU": self.roots,
-        }
-        return {
-            "memory": scale * self.bytes / chip.bytes_per_cycle,
-            "issue": scale * self.instructions * warps / ISSUE,
-            "units": scale * warps * max(count / RATES[name] for name, count in units.items()),
-            "latency": scale * (chip.latency * chain + self.instructions * 4) / self.resident,
-        }
-
-    @property
-    def _turns(self) -> int:
-        """How often the server's walk over the ranks waits for memory."""
-        match = re.search(r"W=(\d+)", self.kernel)
-        return sum(_loops(int(match.group(1)))) if match else 0
-
-    def share(self, chip: Chip) -> float:
-        """Of memory bandwidth, at best."""
-        limits = self.limits(chip)
-        return limits["memory"] / max(limits.values())
-
-
-def _loops(world_size: int) -> tuple[int, ...]:
-    return world_size // 8, world_size % 8
-
-
-def variant(name: str, block: int, num_warps: int) -> Variant:
+def variant(name: str, block: int, num_warps: int, target: GPUTarget = audit.TARGETS["sm_90"]) -> Variant:
     """Compiles and counts."""
-    case, target = _case(name, block, num_warps), audit.TARGETS["sm_90"]
+    case = _case(name, block, num_warps)
     compiled = audit.compile_case(case, target, STRIDES)
     registers, spills = audit.resources(compiled.asm["cubin"])
     usual = sass.compile_full_block(compiled, target, num_warps)

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] | None 
     for stage in chosen:
         for job in stage.jobs:
             print(f"{job.name:20} {job.state:11} {job.seconds:6.1f} s  {job.why}")
-    for line in report.goals(chosen):
+    for line in (*report.goals(chosen), *report.predicted(chosen)):
         print(line)
     told = f"{len(failed)} did not pass: {', '.join(failed)}" if failed else "all passed"
     print(f"{given.out / name}.md: {told}")

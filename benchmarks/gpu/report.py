@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from ..chips import chip_of
 from .runner import Job, Stage
 from .written import replace_text
+
+PREDICTIONS = Path(__file__).parents[1] / "results" / "predictions.json"
 
 KEPT = 200_000
 """Bytes of each job's output, its end, that go into the log."""
@@ -30,6 +33,12 @@ def goals(stages: Sequence[Stage]) -> list[str]:
     """A line for each goal: what was measured, what was wanted."""
     found = [goal for stage in stages for job in stage.jobs for goal in _goals(job)]
     return [" | ".join(map(_cell, goal)) for goal in found]
+
+
+def predicted(stages: Sequence[Stage]) -> list[str]:
+    """A line for each whole step that was predicted for this device."""
+    found = _predicted([job for stage in stages for job in stage.jobs])
+    return [f"{name}: {us:,.0f} us, measured over predicted {ratio:.3f}" for name, us, ratio in found]
 
 
 def write(stages: Sequence[Stage], out: Path, logs: Path, about: dict[str, Any]) -> bool:
@@ -110,6 +119,9 @@ def markdown(jobs: Sequence[Job], about: dict[str, Any]) -> str:
     goals = [(job.name, *goal) for job in jobs for goal in _goals(job)]
     if goals:
         lines += ["## Goals", "", *_table(("job", "what", "measured", "goal"), goals)]
+    steps = list(_predicted(jobs))
+    if steps:
+        lines += ["## Measured over predicted", "", *_table(("captured step", "us", "measured / predicted"), steps)]
     if bad:
         lines += ["## What did not pass", ""]
     for job in bad:
@@ -136,6 +148,20 @@ def _goals(job: Job) -> Iterator[tuple[Any, ...]]:
         for row in _rows(table):
             if str(row.get("limit")).startswith(("<=", ">=")):  # a peer that is missing says why there
                 yield next(iter(row.values())), row.get("measured"), row["limit"]
+
+
+def _predicted(jobs: Sequence[Job]) -> Iterator[tuple[str, float, float]]:
+    """Yield whole steps in a CUDA graph, the microseconds they took, and what part these are of those predicted."""
+    chip = chip_of(str(_facts(jobs).get("device")))
+    if chip is None or not PREDICTIONS.is_file():
+        return
+    rows = json.loads(PREDICTIONS.read_text())["steps"]
+    said = {(f"steps-{row['size']}", row["step"]): row["us"] for row in rows if row["chip"] == chip.name}
+    for job in jobs:
+        for row in (row for table in _tables(job) for row in _rows(table) if row.get("way") == "captured"):
+            us, ms = said.get((job.name, row.get("optimizer"))), row.get("ms")
+            if us and isinstance(ms, int | float):
+                yield f"{row['optimizer']}, {job.name.removeprefix('steps-')}", 1e3 * ms, 1e3 * ms / us
 
 
 def _tests(jobs: Sequence[Job]) -> list[str]:
