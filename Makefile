@@ -33,7 +33,7 @@ help:
 	@echo "make gpu-check  does it work on this machine's CUDA GPU: every optimizer, graphs, NCCL, a compiled step, tests; with"
 	@echo "                \$$(PYTHON)'s own torch and triton; OUT=folder for the report; under 4.5 minutes, whatever happens"
 	@echo "make gpu-speed  and how fast: whole steps against fused AdamW, every kernel; also under 4.5 minutes"
-	@echo "make gpu-all    both, more sizes, the largest tensors; 18 minutes at most"
+	@echo "make gpu-all    both, more sizes, the largest tensors; 20 minutes at most"
 	@echo "make clean      remove .venv and all that was built"
 
 # torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import audit_steps, optimizers, registry
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import plans, profiled, runner, shares, smoke, steps
+from benchmarks.gpu import here, plans, profiled, runner, shares, smoke, steps
 from benchmarks.gpu.runner import Job, Stage, run
 from fusedonebit import Lamb
 from fusedonebit.triton_kernels import backends, native
@@ -186,9 +186,12 @@ def test_without_time_left_jobs_are_not_run_and_a_patient_stage_takes_what_other
     assert (patient.state, later.state) == ("passed", "passed")
 
 
+@pytest.mark.parametrize(("cores", "gpus"), [(1, 1), (2, 1), (4, 2), (8, 1), (16, 1), (64, 2)])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize(("plan", "most"), [("check", 270), ("speed", 270), ("all", 1200)])
-def test_all_deadlines_together_are_below_the_plans_limit(plan, most, device):
+def test_all_deadlines_together_are_below_the_plans_limit(plan, most, device, cores, gpus, monkeypatch):
+    monkeypatch.setattr(here, "cores", lambda: cores)
+    monkeypatch.setattr(here, "gpus", lambda: gpus)
     stages = plans.PLANS[plan].chosen(device)
     by_plan = sum(stage.deadline for stage in stages)
     print(f"{plan} on {device}: {by_plan:g} s by plan, {plans.PLANS[plan].total:g} s at most, limit {most}")
@@ -208,7 +211,7 @@ def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_re
 
 
 def test_the_plans_name_every_optimizer_and_every_size_of_that_size():
-    assert set(plans.SMOKE) == set(smoke.OPTIMIZERS)
+    assert set(plans.SMOKE + plans.ALIKE) == set(smoke.OPTIMIZERS)
     assert len(steps.PEERS) == plans.WARM
     assert {**plans.SPEED, **plans.REST}.keys() == steps.MODELS.keys()
     for name, shapes in steps.MODELS.items():

@@ -151,7 +151,7 @@ def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dic
 
 
 def check_equal(name: str, world_size: int, cases: list[str]) -> list[dict]:
-    runs = run_ranks(side_by_side, world_size, name, cases)
+    runs = run_ranks(side_by_side, world_size, name, cases, timeout=60.0 + 20.0 * len(cases))
     for case in cases:
         for run in runs:
             unequal, *alike, phases, x, _ = run[case]

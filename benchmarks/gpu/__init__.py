@@ -1,1 +1,1 @@
-"""``make gpu``: all that one CUDA GPU is asked, in processes that can't take each other along, and one report."""
+"""``make gpu-check`` and its like: what one CUDA GPU is asked, by processes that end alone, and one report."""

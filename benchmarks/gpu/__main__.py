@@ -16,9 +16,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from . import report
-from .plans import PLANS
+from .plans import PLANS, notes
 from .runner import ROOT, Stage, run
 
 
@@ -61,10 +62,12 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] | None 
     """Run the stages; return 1 if a job did not pass or a file could not be written."""
     given = _arguments(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
-    about = {"plan": given.plan, "commit": given.commit or _commit() or "unknown"}
+    about: dict[str, Any] = {"plan": given.plan, "commit": given.commit or _commit() or "unknown"}
     if given.device == "cpu":
         about["dry run"] = "no result"
     chosen = list(given.stages if stages is None else stages)
+    if told := notes(chosen):
+        about["notes"] = told
     resource.setrlimit(
         resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
     )  # jobs are aborted at their deadlines
@@ -84,8 +87,9 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] | None 
             print(f"{job.name:20} {job.state:11} {job.seconds:6.1f} s  {job.why}")
     for line in (*report.goals(chosen), *report.predicted(chosen)):
         print(line)
-    told = f"{len(failed)} did not pass: {', '.join(failed)}" if failed else "all passed"
-    print(f"{given.out / name}.md: {told}")
+    left = sum(job.state == "left out" for stage in chosen for job in stage.jobs)
+    passed = f"all passed but {left} that were left out" if left else "all passed"
+    print(f"{given.out / name}.md: {f'{len(failed)} did not pass: ' + ', '.join(failed) if failed else passed}")
     return int(bool(failed) or not written)
 
 

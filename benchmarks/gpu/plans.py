@@ -2,19 +2,23 @@
 
 A kernel's first launch compiles it, on one core, most of a second for each of its launch keys. So jobs that are first
 to launch some run side by side: those of a check, and before steps are timed those that only warm Triton's cache.
+Where there are few cores, a check's jobs take turns, the most different ones first; the last may be left out.
 """
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from . import here
 from .runner import Job, Stage
 
-ONEBIT = ("OneBitAdam", "OneBitAdam-frozen", "OneBitAdam-bf16", "OneBitAdam-8bit", "OneBitLamb", "OneBitLamb-frozen")
-SMOKE = (*ONEBIT, "OneBitLion", "ZeroOneAdam", "MarsitSGD", "MarsitAdam", "AdamW", "AdamW-8bit", "Lamb")
+SMOKE = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MarsitAdam", "OneBitLion", "AdamW-8bit", "Lamb")
+ALIKE = ("OneBitAdam-8bit", "OneBitAdam-frozen", "OneBitLamb-frozen", "MarsitSGD", "OneBitAdam-bf16", "AdamW")
+"""Optimizers that share most of their kernels with one of ``SMOKE``."""
 WARM = 6
 """Jobs that warm the cache, one for each of ``steps.PEERS``."""
 SPEED, REST = {"340M": 90, "10M": 44}, {"50M": 60, "1.3B": 120}
@@ -23,10 +27,26 @@ BOTH = ("adamw",)
 """Cases that are results on a CPU, too."""
 TINY = ("--numel", "20000", "--rounds", "2")
 GPU_TESTS, FAR = "tests/gpu", "tests/gpu/test_gpu_far.py"
-NCCL, COMPILED = "nccl", "compiled_step"
-"""What names of tests have that are a job of their own."""
+RANKS, NCCL, COMPILED = "two-ranks", "nccl", "compiled_step"
+"""A job; and what names of tests have that are one of their own."""
 SHARES, SHARES_OF_A_DRY_RUN, MOST = 15, 400, 16
-"""Processes of tests; and how many cases of each function a check takes, of which there are 1,700."""
+"""Processes of tests (with fewer cores, jobs take turns); how many cases of each function a check takes, of 1,700."""
+
+
+class Times(NamedTuple):
+    """Seconds of a check's stages, and of one smoke job."""
+
+    machine: float
+    smoke: float
+    job: float
+    ranks: float
+    tests: float
+
+
+TIMES = {
+    "one GPU": Times(15, 80, 80, 0, 160), "two GPUs": Times(15, 80, 80, 50, 110),
+    "one GPU, few cores": Times(40, 165, 110, 0, 60), "two GPUs, few cores": Times(40, 115, 110, 60, 50),
+}  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -48,7 +68,7 @@ class Plan(NamedTuple):
             if not any(name.startswith(wanted) for name in names):
                 raise ValueError(f"there is no job {wanted!r}: there are {', '.join(names)}")
         kept = [
-            Stage([j for j in stage.jobs if not only or j.needed or j.name.startswith(tuple(only))], stage.patient)
+            replace(stage, jobs=[j for j in stage.jobs if not only or j.needed or j.name.startswith(tuple(only))])
             for stage in stages
         ]
         return [stage for stage in kept if stage.jobs]
@@ -56,8 +76,7 @@ class Plan(NamedTuple):
 
 def _threads(dry: bool, at_once: int) -> dict[str, str]:
     """So many threads for the CPU's part of jobs that run side by side that all have a core."""
-    cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(1 if dry else max(1, cores // at_once))}
+    return {"OMP_NUM_THREADS": str(1 if dry else max(1, here.cores() // at_once))}
 
 
 def _case(name: str, device: str, deadline: float, *options: str, at_once: int = 1, needed: bool = False) -> Job:
@@ -69,28 +88,50 @@ def _case(name: str, device: str, deadline: float, *options: str, at_once: int =
 
 def _tests(name: str, device: str, deadline: float, *options: str, share: int = 0, of: int = 1) -> Job:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.shares", "-p", "no:cacheprovider"]
-    command += ["--share", f"{share}/{of}", "--record", f"{{folder}}/{name}.json"]
-    command += ["-o", "faulthandler_timeout=40", "-o", "timeout=60", *options]
-    more = _threads(device == "cpu", SHARES)
+    command += ["--share", f"{share}/{of}", "--seconds", "{seconds}", "--record", f"{{folder}}/{name}.json"]
+    command += ["-o", "faulthandler_timeout=40", *_timeout(), *options]
+    more = _threads(device == "cpu", SHARES) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of what else is installed
     if device == "cpu":
         more |= {"FUSEDONEBIT_DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": ""}
     return Job(name, command, deadline, more)
 
 
-def _machine(device: str) -> Stage:
-    return Stage([_case("machine", device, 15, needed=True)])
+def _timeout() -> list[str]:
+    """A limit for each test, if there is the plugin that has it; else the job's deadline is what ends one."""
+    return ["-p", "pytest_timeout", "-o", "timeout=60"] if importlib.util.find_spec("pytest_timeout") else []
 
 
-def _smoke(device: str) -> Stage:
+def _machine(device: str, deadline: float = 15) -> Stage:
+    return Stage([_case("machine", device, deadline, needed=True)])
+
+
+def _few() -> bool:
+    return here.cores() < SHARES
+
+
+def _turns(jobs: list[Job], seconds: float) -> Stage:
+    """All at once, or of few cores each one job."""
+    return Stage(jobs, at_once=here.cores(), seconds=seconds) if _few() else Stage(jobs)
+
+
+def _smoke(device: str, times: Times) -> Stage:
     """Everything once: each optimizer, NCCL of one rank, a compiled step."""
-    jobs = [_case(f"smoke-{name}", device, 80, at_once=len(SMOKE)) for name in SMOKE]
-    jobs += [_tests(f"{NCCL}-{i}", device, 80, GPU_TESTS, "-k", NCCL, share=i, of=2) for i in range(2)]
-    return Stage([*jobs, _tests(COMPILED, device, 80, GPU_TESTS, "-k", COMPILED)])
+    at_once = min(here.cores(), len(SMOKE + ALIKE))
+    first, then = ([_case(f"smoke-{n}", device, times.job, at_once=at_once) for n in names] for names in (SMOKE, ALIKE))
+    nccl = [_tests(f"{NCCL}-{i}", device, times.job, GPU_TESTS, "-k", NCCL, share=i, of=2) for i in range(2)]
+    compiled = _tests(COMPILED, device, times.job, GPU_TESTS, "-k", COMPILED)
+    return _turns([*first[:3], nccl[0], *first[3:], compiled, *then, nccl[1]], times.smoke)
+
+
+def _ranks(device: str, deadline: float) -> list[Stage]:
+    """Two ranks, of a GPU each, when most of what they launch is compiled."""
+    return [Stage([_case(RANKS, device, deadline)], patient=True)] if deadline else []
 
 
 def _shares(device: str, deadline: float, *options: str) -> Stage:
     """The other tests; those first that differ most, so that a deadline leaves out repetitions."""
-    shares, of = (2, SHARES_OF_A_DRY_RUN) if device == "cpu" else (SHARES, SHARES)
+    of = min(SHARES, here.cores())
+    shares, of = (2, SHARES_OF_A_DRY_RUN) if device == "cpu" else (of, of)
     others = ("-k", f"not {NCCL} and not {COMPILED}", f"--ignore={FAR}", *options, GPU_TESTS)
     jobs = [_tests(f"tests-{i}", device, deadline, *others, share=i, of=of) for i in range(shares)]
     return Stage(jobs, patient=True)
@@ -109,8 +150,15 @@ def _kernels(device: str) -> Stage:
     return Stage([_case("kernels", device, 48, "--rounds", "15")])
 
 
+def _times(device: str) -> Times:
+    two = device == "cpu" or here.gpus() > 1
+    return TIMES[f"{'two GPUs' if two else 'one GPU'}{', few cores' if _few() else ''}"]
+
+
 def _check(device: str) -> list[Stage]:
-    return [_machine(device), _smoke(device), _shares(device, 160, "--most", str(MOST))]
+    times = _times(device)
+    tests = _shares(device, times.tests, "--most", str(MOST))
+    return [_machine(device, times.machine), _smoke(device, times), *_ranks(device, times.ranks), tests]
 
 
 def _speed(device: str) -> list[Stage]:
@@ -119,7 +167,8 @@ def _speed(device: str) -> list[Stage]:
 
 
 def _all(device: str) -> list[Stage]:
-    whole = [_machine(device), _smoke(device), _shares(device, 320)]
+    times = _times(device)
+    whole = [_machine(device, times.machine), _smoke(device, times), *_ranks(device, times.ranks), _shares(device, 320)]
     far = _tests("tests-far", device, 100, FAR, of=8 if device == "cpu" else 1)
     rest = [*_timed(device, REST), Stage([_case("roofline", device, 100, "--rounds", "5")])]
     return [*whole, *_speed(device)[1:], *rest, Stage([far], patient=True)]
@@ -128,5 +177,15 @@ def _all(device: str) -> list[Stage]:
 PLANS = {
     "check": Plan("machine, every optimizer, graphs, NCCL, a compiled step, and the tests", 268, _check),
     "speed": Plan("whole steps against fused AdamW, 8-bit AdamW, and every kernel's bytes a second", 269, _speed),
-    "all": Plan("both, and steps of 50M and 1.3B parameters, kernels by size, the largest tensors", 1100, _all),
+    "all": Plan("both, and steps of 50M and 1.3B parameters, kernels by size, the largest tensors", 1190, _all),
 }
+
+
+def notes(stages: Sequence[Stage]) -> list[str]:
+    """Return what a check on this machine does not show."""
+    names = [job.name for stage in stages for job in stage.jobs]
+    if not any(name.startswith("smoke") for name in names):
+        return []
+    found = [] if RANKS in names else [f"{'one GPU' if here.gpus() == 1 else 'no GPU was found'}: no two ranks"]
+    few = f"{here.cores()} cores: jobs take turns, and what no time is left for is left out"
+    return [*found, few] if _few() else found

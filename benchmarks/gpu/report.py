@@ -20,13 +20,16 @@ PREDICTIONS = Path(__file__).parents[1] / "results" / "predictions.json"
 KEPT = 200_000
 """Bytes of each job's output, its end, that go into the log."""
 FACTS = ("device", "memory_gib", "cpu_cores", "driver", "torch", "triton", "python", "commit", "backend", "date")
+LIMIT = 60_000
+"""Bytes of the page: a git host takes 65,536 characters in an issue, of which some are others."""
+JOBS_TOLD, LINES_TOLD, TESTS_TOLD = 10, 15, 50
 BAD = ("failed", "error")
 """Outcomes of tests."""
 
 
 def failed(stages: Sequence[Stage]) -> list[str]:
-    """Names of jobs that did not pass."""
-    return [job.name for stage in stages for job in stage.jobs if job.state != "passed"]
+    """Names of jobs that did not pass, other than those that time did not suffice for."""
+    return [job.name for stage in stages for job in stage.jobs if job.state not in ("passed", "left out")]
 
 
 def goals(stages: Sequence[Stage]) -> list[str]:
@@ -110,8 +113,10 @@ def tests_of(job: Job) -> dict[str, dict[str, Any]]:
 def markdown(jobs: Sequence[Job], about: dict[str, Any]) -> str:
     """Return the page: what passed, what did not and its last lines, the goals, and every table."""
     facts = _facts(jobs) | about
+    notes = facts.pop("notes", [])
     lines = ["# A run on one GPU", "", "; ".join(f"{name} {value}" for name, value in facts.items()) + ".", ""]
-    bad = [job for job in jobs if job.state not in ("passed", "waiting", "running")]
+    lines += [*(f"- {note}." for note in notes), ""] if notes else []
+    bad = [job for job in jobs if job.state not in ("passed", "waiting", "running", "left out")]
     counts = Counter(job.state for job in jobs)
     lines += [", ".join(f"**{n} {state}**" for state, n in counts.items()) + " of " + f"{len(jobs)} jobs.", ""]
     rows = [(j.name, j.state, f"{j.seconds:.1f}", f"{j.deadline:.0f}", j.why or _told(j)) for j in jobs]
@@ -124,16 +129,29 @@ def markdown(jobs: Sequence[Job], about: dict[str, Any]) -> str:
         lines += ["## Measured over predicted", "", *_table(("captured step", "us", "measured / predicted"), steps)]
     if bad:
         lines += ["## What did not pass", ""]
-    for job in bad:
+    for job in bad[:JOBS_TOLD]:
         lines += [f"**{job.name}**: {job.state}, {job.why}. Its last lines:", "", "```text"]
-        lines += [line.replace("```", "'''") for line in job.last_lines[-15:]] + ["```", ""]
+        lines += [line.replace("```", "'''")[:160] for line in job.last_lines[-LINES_TOLD:]] + ["```", ""]
+    if len(bad) > JOBS_TOLD:
+        lines += [f"And {len(bad) - JOBS_TOLD} more: {', '.join(job.name for job in bad[JOBS_TOLD:])}.", ""]
     tested = [job for job in jobs if tests_of(job)]
     if tested:
         lines += ["## Tests", "", *_tests(tested)]
     for job in jobs:
         if _tables(job):
             lines += [f"## {job.name}", "", *_measured(job)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_shortened(lines)) + "\n"
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """Return the first of them that an issue has room for."""
+    size = 0
+    for i, line in enumerate(lines):
+        size += len(line.encode(errors="replace")) + 1
+        if size > LIMIT:
+            fence = ["```"] if lines[:i].count("```text") > lines[:i].count("```") else []
+            return [*lines[:i], *fence, "", f"And {len(lines) - i} more lines: all is in the `.json` file beside this."]
+    return lines
 
 
 def _told(job: Job) -> str:
@@ -172,7 +190,9 @@ def _tests(jobs: Sequence[Job]) -> list[str]:
             files.setdefault(name.partition("::")[0], Counter())[outcome] += 1
             if outcome in BAD or test.get("running"):
                 told = test.get("message") or f"was running when {job.name} ended: {job.state}"
-                lines.append((f"`{name}`", outcome, (str(told).strip().splitlines() or [""])[0][:300]))
+                lines.append((f"`{name}`", outcome, (str(told).strip().splitlines() or [""])[0][:200]))
+    if len(lines) > TESTS_TOLD:
+        lines[TESTS_TOLD:] = [(f"and {len(lines) - TESTS_TOLD} more", "", "")]
     outcomes = ("passed", "skipped", *BAD, "not reached")
     counted = [(file, *(counts[outcome] or "" for outcome in outcomes)) for file, counts in sorted(files.items())]
     return _table(("file", *outcomes), counted) + (_table(("test", "outcome", "why"), lines) if lines else [])
@@ -211,7 +231,7 @@ def junit(jobs: Sequence[Job]) -> str:
     for job in jobs:
         case = ElementTree.SubElement(suite, "testcase", classname="jobs", name=job.name, time=f"{job.seconds:.2f}")
         if job.state != "passed":
-            tag = "skipped" if job.state in ("not run", "waiting", "running") else "failure"
+            tag = "skipped" if job.state in ("not run", "left out", "waiting", "running") else "failure"
             told = ElementTree.SubElement(case, tag, message=f"{job.state}: {job.why}")
             told.text = _xml("\n".join(job.last_lines))
     for job in jobs:

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-State = Literal["waiting", "running", "passed", "failed", "crashed", "deadline", "not run", "interrupted"]
+State = Literal["waiting", "running", "passed", "failed", "crashed", "deadline", "not run", "left out", "interrupted"]
 GRACE = 2.0
 """Seconds of its deadline that a job is given to say where it hangs."""
+WORTH = 20.0
+"""Seconds that must be left for a job that has waited for others."""
 POLL, REFRESH, SILENCE = 0.05, 3.0, 5.0
 LAST_LINES, ECHO = 30, 200_000
 ROOT = Path(__file__).parents[2]
@@ -35,7 +37,7 @@ class Job:
 
     Args:
         name: Of its log, too.
-        command: ``{folder}`` in it is the folder into which it writes its record.
+        command: ``{folder}`` in it is the folder into which it writes its record, ``{seconds}`` what it has.
         deadline: Seconds.
         record_name: Of the file of its record, ``<name>.json`` unless given.
         environment: Besides this process's own.
@@ -60,17 +62,21 @@ class Stage:
     """Jobs that run side by side.
 
     Args:
-        jobs: Of them.
+        jobs: Of them, the most different ones first.
         patient: Whether they may use up what earlier stages have left of their time.
+        at_once: So many run at a time; all if 0. What time does not suffice for is left out.
+        seconds: Of the stage, where not all run at once.
     """
 
     jobs: list[Job]
     patient: bool = False
+    at_once: int = 0
+    seconds: float = 0.0
 
     @property
     def deadline(self) -> float:
         """Seconds that it takes at most, unless it is patient."""
-        return max(job.deadline for job in self.jobs)
+        return self.seconds or max(job.deadline for job in self.jobs)
 
 
 def _tie() -> None:
@@ -83,14 +89,17 @@ def _tie() -> None:
 class _Running:
     """A job's process; its output goes to a file, which no grandchild can keep open."""
 
-    def __init__(self, job: Job, folder: Path, deadline: float) -> None:
+    def __init__(self, job: Job, folder: Path, deadline: float, cut: bool = False) -> None:
         self.job, self.deadline, self.began = job, deadline, time.monotonic()
+        self.late: State = "left out" if cut else "deadline"
         self.record_path = folder / (job.record_name or f"{job.name}.json")
         self.log_path = folder / f"{job.name}.log"
         self._echoed, self._record_time, self._aborted = 0, 0, 0.0
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"} | dict(job.environment)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        command = [part.replace("{folder}", str(folder)) for part in job.command]
+        command = [
+            part.replace("{folder}", str(folder)).replace("{seconds}", f"{deadline:.0f}") for part in job.command
+        ]
         job.state = "running"
         print(f"== {job.name}: {deadline:.0f} s at most", flush=True)
         with self.log_path.open("wb") as log:
@@ -109,13 +118,13 @@ class _Running:
             self.process.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
         # The grace is its own: this loop may have been late.
         if code is None and self._aborted and time.monotonic() - self._aborted > grace:
-            self.end("deadline", f"ended after {self.deadline:.0f} s")
+            self.end(self.late, f"ended after {self.deadline:.0f} s")
             return True
         self.echo()
         if code is None:
             return False
         if self._aborted:
-            self.end("deadline", f"ended after {self.deadline:.0f} s")
+            self.end(self.late, f"ended after {self.deadline:.0f} s")
         elif code < 0:
             self.end("crashed", f"ended by {_signal_name(-code)}")
         elif code:
@@ -215,46 +224,66 @@ def run(
                 job.state, job.why = "not run", gone
             continue
         spared = left - sum(later.deadline for later in stages[i + 1 :])
-        running = [_start(job, folder, _seconds(job, stage, left, spared)) for job in stage.jobs]
-        _wait([process for process in running if process is not None], changed, stopped)
+        _Turns(stage, folder, min(left, max(stage.deadline, spared) if stage.patient else stage.deadline)).wait(
+            changed, stopped
+        )
         failed = [job for job in stage.jobs if job.needed and job.state in ("failed", "crashed")]
         gone = f"{failed[0].name} {failed[0].state}" if failed else "interrupted" if stopped() else ""
     changed()
 
 
-def _seconds(job: Job, stage: Stage, left: float, spared: float) -> float:
-    return min(left, max(job.deadline, spared) if stage.patient else job.deadline)
+class _Turns:
+    """Jobs of a stage, of which each that ends lets the next one begin."""
 
+    def __init__(self, stage: Stage, folder: Path, seconds: float) -> None:
+        self._stage, self._folder, self._ends = stage, folder, time.monotonic() + seconds
+        self._waiting, self._running = list(stage.jobs), list[_Running]()
 
-def _start(job: Job, folder: Path, deadline: float) -> _Running | None:
-    try:
-        return _Running(job, folder, deadline)
-    except OSError as error:
-        job.state, job.why = "failed", f"could not be started: {error}"
-        return None
+    def _begin(self) -> None:
+        """Begin what may; a job that has waited too long is left out."""
+        at_once = self._stage.at_once or len(self._stage.jobs)
+        while self._waiting and len(self._running) < at_once:
+            job = self._waiting.pop(0)
+            has_waited = self._stage.jobs.index(job) >= at_once
+            left = self._ends - time.monotonic()
+            if has_waited and left < min(WORTH, job.deadline):
+                job.state, job.why = "left out", f"no time was left, with {at_once} at once"
+                continue
+            deadline = left if self._stage.patient else min(left, job.deadline)
+            try:
+                cut = has_waited and deadline < job.deadline
+                self._running.append(_Running(job, self._folder, deadline, cut))
+            except OSError as error:
+                job.state, job.why = "failed", f"could not be started: {error}"
 
-
-def _wait(running: Sequence[_Running], changed: Callable[[], None], stopped: Callable[[], bool]) -> None:
-    """Wait until all have ended, each at its deadline at the latest."""
-    left, told, saved = list(running), time.monotonic(), time.monotonic()
-    while left:
-        if stopped():
-            for process in left:
-                process.end("interrupted", "the run was ended")
-            return
-        before = len(left)
-        left = [process for process in left if not process.poll()]
-        now = time.monotonic()
-        if len(left) < before:
-            changed()
-            told = saved = now
-        if now - saved > REFRESH:
-            saved = now
-            grown = [process.read_record() for process in left]
-            if any(grown):
+    def wait(self, changed: Callable[[], None], stopped: Callable[[], bool]) -> None:
+        """Wait until all have ended, each at its deadline at the latest."""
+        self._begin()
+        told = saved = time.monotonic()
+        while self._running:
+            if stopped():
+                self._interrupt()
+                return
+            before = self._running
+            self._running = [process for process in before if not process.poll()]
+            now = time.monotonic()
+            if len(self._running) < len(before):
                 changed()
-        if left and now - told > SILENCE:
-            told = now
-            names = ", ".join(process.job.name for process in left)
-            print(f"   {max(p.job.seconds for p in left):.0f} s: {names} still at work", flush=True)
-        time.sleep(POLL)
+                self._begin()
+                told = saved = now
+            if now - saved > REFRESH:
+                saved = now
+                grown = [process.read_record() for process in self._running]
+                if any(grown):
+                    changed()
+            if self._running and now - told > SILENCE:
+                told = now
+                names = ", ".join(process.job.name for process in self._running)
+                print(f"   {max(p.job.seconds for p in self._running):.0f} s: {names} still at work", flush=True)
+            time.sleep(POLL)
+
+    def _interrupt(self) -> None:
+        for process in self._running:
+            process.end("interrupted", "the run was ended")
+        for job in self._waiting:
+            job.state, job.why = "not run", "interrupted"

@@ -22,6 +22,8 @@ LARGE = 50_000
 """Elements of a parameter of a test, from which on it comes later."""
 LAST = "far"
 """In the name of files of the largest shapes."""
+SPARE = 25.0
+"""Seconds of a job in which it begins no test: those of its imports and of its last test."""
 EVERY = 0.5
 """Seconds between two records, unless a test takes longer."""
 
@@ -33,12 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--most", type=int, default=sys.maxsize, help="cases of each function, and as many of large shapes"
     )
+    parser.addoption("--seconds", type=float, help="what the job has; tests that it does not suffice for are left out")
     parser.addoption("--record", type=Path, help="what became of each test, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record"):
         config.pluginmanager.register(_Record(config.getoption("--record")), "gpu-record")
+    if config.getoption("--seconds"):
+        config.pluginmanager.register(_Limit(config.getoption("--seconds") - SPARE), "gpu-limit")
 
 
 def elements(parameters: dict[str, Any]) -> int:
@@ -65,6 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for _, item in ordered][share::of]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+
+
+class _Limit:
+    def __init__(self, seconds: float) -> None:
+        self._ends = time.monotonic() + seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        """Take the place of a test for which no time is left: it stays one that was not reached."""
+        return True if time.monotonic() > self._ends else None
 
 
 class _Record:

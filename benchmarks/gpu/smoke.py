@@ -73,19 +73,20 @@ class Alike(Loopback):
 
 
 class Run:
-    """An optimizer on random gradients, the same ones on every device."""
+    """An optimizer on random gradients, of a rank the same ones on every device."""
 
-    def __init__(self, name: str, device: torch.device, **options: Any) -> None:
+    def __init__(self, name: str, device: torch.device, rank: int = 0, **options: Any) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.device = device
+        self.device, self.rank = device, rank
         self.params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in SHAPES]
         for p in self.params:
             p.grad = torch.zeros_like(p)
-        self.optimizer = OPTIMIZERS[name](self.params, lr=LR, process_group=Alike(WORLD_SIZE), **options)
+        options = {"process_group": Alike(WORLD_SIZE)} | options
+        self.optimizer = OPTIMIZERS[name](self.params, lr=LR, **options)
 
     def refill(self, step: int) -> None:
         """Put this step's gradients where those before were, cleared first: graphs read the same memory again."""
-        generator = torch.Generator().manual_seed(step + 1)
+        generator = torch.Generator().manual_seed(1000 * self.rank + step + 1)
         for i, p in enumerate(self.params):
             assert p.grad is not None
             p.grad.zero_().copy_(torch.randn(p.shape, generator=generator) * 10.0 ** (i % 4 - 2))
@@ -142,9 +143,9 @@ def waits_for_nothing(name: str, device: torch.device) -> str:
     return "3 steps"
 
 
-def replays_equal_steps(name: str, device: torch.device) -> str:
+def replays_equal_steps(name: str, device: torch.device, **options: Any) -> str:
     """Two graphs, both captured before either is replayed, replayed by turns: the bits of steps without them."""
-    stepped, replayed = (Run(name, device, wire=Wire(capturable=True)) for _ in range(2))
+    stepped, replayed = (Run(name, device, wire=Wire(capturable=True), **options) for _ in range(2))
     for run in (stepped, replayed):
         run.train(0, CAPTURES_AT)
     renews: list[int] = []
