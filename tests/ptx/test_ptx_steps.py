@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import re
+from pathlib import Path
 
 import pytest
 import whole_steps
@@ -20,6 +22,7 @@ pytestmark = [
 
 ADAMW, ADAM, ROUNDED = "AdamW, W = 1", "OneBitAdam, defaults", "AdamW, stochastic rounding, W = 1"
 SEED, SAMPLED = 0, 3
+HERE = Path(__file__).parent
 
 
 def wrong(found: list[Found]) -> list[str]:
@@ -111,3 +114,24 @@ def test_a_fault_is_found(fault):
 @pytest.mark.parametrize("name", [ADAMW, ADAM, ROUNDED])
 def test_nothing_is_found_where_there_is_no_fault(name):
     assert wrong(take([name])) == []
+
+
+# ---------------------------------------------------------------- size
+
+
+def lines_of_code(path: Path) -> int:
+    """Count lines without those that are blank, or comments and docstrings alone."""
+    if path.suffix == ".cpp":
+        return sum(not re.fullmatch(r"\s*(//.*)?", line) for line in path.read_text().splitlines())
+    tree = ast.parse(path.read_text())
+    strings = (n for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    told = {line for n in strings for line in range(n.lineno, n.end_lineno + 1)}
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return sum(number not in told and not re.fullmatch(r"\s*(#.*)?", line) for number, line in lines)
+
+
+def test_the_emulator_and_its_driver_are_read_in_a_sitting():
+    files = [path for path in HERE.iterdir() if path.suffix in (".py", ".cpp") and not path.name.startswith("test_")]
+    code, every = sum(map(lines_of_code, files)), sum(len(path.read_text().splitlines()) for path in files)
+    print(f"emulator and driver: {code} lines of code in {len(files)} files, {every} with comments and blank lines")
+    assert code <= 900
