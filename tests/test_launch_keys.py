@@ -114,7 +114,9 @@ print(f"{len(OPS)} kernels read {asked} constants")
 def test_no_constant_differs_from_itself_which_would_refuse_a_kernels_second_launch():
     status, printed = compiling(ROOT, program=("-c", LAUNCHED_AGAIN))
     assert status == 0, printed
-    assert re.fullmatch(rf"{len(OPS)} kernels read [1-9]\d\d+ constants\n", printed), printed
+    kernels, constants = map(int, re.fullmatch(r"(\d+) kernels read (\d+) constants\n", printed).groups())
+    assert kernels >= len(IN_STEPS)
+    assert constants > kernels
 
 
 @pytest.mark.parametrize(

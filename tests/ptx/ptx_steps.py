@@ -7,7 +7,6 @@ Takes the steps of ``whole_steps`` on small tensors. What is compiled is kept wh
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import re
 import sys
@@ -16,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,22 @@ SIZES = (9100, 1100, 17, 1, 0)
 """Of tensors of small steps: fourteen blocks, with rows of messages that are no multiples of 16 words, as usually."""
 
 REPLACED = "all warps load what one of them replaces; nothing of what the others have loaded is stored"
+ONE_STORES = r"advance|apply_momentum|follow_level|lamb_\w+|merge_signs|renew|scale_coefficients"
 REASONS = {
-    r"(advance|apply_momentum|lamb_\w+|renew|scale_coefficients|merge_signs): an unused load .* another warp": REPLACED,
-    r"(advance|server_reduce): the same again .* another warp": "a vector shorter than a block lies in several warps",
+    rf"({ONE_STORES}): an unused load .* another warp": REPLACED,
+    r"(advance|server_reduce|tell_level): the same again .* another warp": "a vector shorter than a block lies twice",
     r"local_update: the same again .* another block": "chunks that share a header all write it, and all the same",
 }
 """Why several warps or blocks may touch a word without a barrier between; whatever else does is wrong."""
 
 
+def _told(found: Found, note: str) -> str:
+    return f"{found.op}: {re.sub(r', [0-9]+ times', '', note)}"
+
+
 def unexplained(found: Iterable[Found]) -> list[str]:
     """Returns notes for which there is no reason."""
-    notes = {f"{each.op}: {text}" for each in found for text in each.notes}
+    notes = {_told(each, text) for each in found for text in each.notes}
     return sorted(note for note in notes if not any(re.match(reason, note) for reason in REASONS))
 
 
@@ -111,7 +115,6 @@ def main() -> int:
     parser.add_argument("--keys", type=int, default=10**9, help="after how many no more steps are begun")
     parser.add_argument("--seconds", type=float, default=1e9, help="after how many")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="what was found, as JSON")
     given = parser.parse_args()
     if not compiler():
         parser.error("no C++ compiler was found ($CXX, c++, g++, clang++): for instance apt-get install g++")
@@ -126,10 +129,8 @@ def main() -> int:
         found += in_processes(how["folder"])
         shut_down()
     wrong = Counter(f"{each.op}: {text}" for each in found for text in each.wrong)
-    notes = Counter(f"{each.op}: {re.sub(r', [0-9]+ times', '', text)}" for each in found for text in {*each.notes})
+    notes = Counter(told for each in found for told in {_told(each, text) for text in each.notes})
     print("\n".join(f"{text} ({count} keys)" for text, count in sorted((wrong | notes).items())))
-    if given.out:
-        given.out.write_text(json.dumps([asdict(each) for each in found]))
     races = unexplained(found)
     print("\n".join(f"NO REASON IS KNOWN: {note}" for note in races))
     launches, equal = sum(each.launches for each in found), sum(each.equal for each in found)
