@@ -87,9 +87,8 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] | None 
             print(f"{job.name:20} {job.state:11} {job.seconds:6.1f} s  {job.why}")
     for line in (*report.goals(chosen), *report.predicted(chosen)):
         print(line)
-    left = sum(job.state == "left out" for stage in chosen for job in stage.jobs)
-    passed = f"all passed but {left} that were left out" if left else "all passed"
-    print(f"{given.out / name}.md: {f'{len(failed)} did not pass: ' + ', '.join(failed) if failed else passed}")
+    told = f"{len(failed)} did not pass: {', '.join(failed)}" if failed else "all that ran passed"
+    print(f"{given.out / name}.md: {told}{report.left_out(chosen)}")
     return int(bool(failed) or not written)
 
 

@@ -44,7 +44,7 @@ class Times(NamedTuple):
 
 
 TIMES = {
-    "one GPU": Times(15, 80, 80, 0, 160), "two GPUs": Times(15, 80, 80, 50, 110),
+    "one GPU": Times(15, 82, 82, 0, 160), "two GPUs": Times(15, 82, 82, 50, 110),
     "one GPU, few cores": Times(40, 165, 110, 0, 60), "two GPUs, few cores": Times(40, 115, 110, 60, 50),
 }  # fmt: skip
 

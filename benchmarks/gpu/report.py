@@ -32,6 +32,14 @@ def failed(stages: Sequence[Stage]) -> list[str]:
     return [job.name for stage in stages for job in stage.jobs if job.state not in ("passed", "left out")]
 
 
+def left_out(stages: Sequence[Stage]) -> str:
+    """What time did not suffice for; "" where nothing is."""
+    every = [job for stage in stages for job in stage.jobs]
+    jobs = sum(job.state == "left out" for job in every)
+    tests = sum(test.get("outcome") is None for job in every for test in tests_of(job).values())
+    return f"; no time was left for {jobs} jobs and {tests} tests" if jobs or tests else ""
+
+
 def goals(stages: Sequence[Stage]) -> list[str]:
     """A line for each goal: what was measured, what was wanted."""
     found = [goal for stage in stages for job in stage.jobs for goal in _goals(job)]

@@ -97,6 +97,7 @@ class Found:
     """What became of a key's launches: how many were executed, and were equal; what is wrong, and ``NOTES``."""
 
     op: str
+    key: Key | None = None
     launches: int = 0
     equal: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -155,7 +156,7 @@ class Launches:
 
     def execute(self, key: Key, given: Sequence[Any], grid: int) -> None:
         """Execute a launch in one or all orders, and leave memory as it was."""
-        self._last = found = self.found.setdefault(key, Found(key.op))
+        self._last = found = self.found.setdefault(key, Found(key.op, key))
         if found.launches >= EACH or not grid:
             return
         if key not in self._programs:
