@@ -234,13 +234,6 @@ def test_every_key_compiles_for_sm_90_and_every_kernel_for_the_other_targets(all
         assert set(spilling) <= set(SPILLING.get(target, []))
 
 
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_every_key_compiles_for_every_target(all_keys, written, target):
-    assert compiled(written, target, len(all_keys[0])) == SPILLING.get(target, [])
-
-
 @pytest.fixture
 def one_key(tmp_path) -> Path:
     keys = set()
