@@ -39,21 +39,23 @@ CODED_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq", "octaves"), "*u8") | {"d
 CORRECTED = BF16 | {"correction": "*i16"}
 CORRECTED_BY_8_BITS = BF16 | STOCHASTIC | {"correction": "*i8"}
 CLOCK = {"ROOM": 32, "entered": "*fp64"}
-RENEWS = {"group_rows": "*fp64", "group_of": "*i32", "steps": "*fp64", "mean_sq": "*fp64", "coef": "*fp32"}
+TABLE = {"coefficients_table": "*fp32"}
+RENEWS = dict.fromkeys(("coefficients_groups", "coefficients_steps", "coefficients_mean_sq"), "*fp64") | TABLE
+RENEWS |= {"coefficients_group_of": "*i32"}
 SUMS = {"digest": "*i64"}
 COUNTS = {"steps": "*fp64", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
 CAPTURED = {"flags": "*i32", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
 CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
 FINISH = {"NORM": 2}
-ALONE = FINISH | RENEWS | {"weight": "*fp32"} | dict.fromkeys(("limit", "update_norm"), "*fp64")
-COUNTER = {"counter": "*i32", "COUNTS": True}
+LIMIT = {"limit_block_tensor": "*i32", "limit_weight": "*fp32", "limit_largest": "*fp64", "limit_norm": "*fp64"}
+ALONE = FINISH | RENEWS | LIMIT
+COUNTER = {"header_counter": "*i32", "HEADER_COUNTS": True}
 MAJORITY = {"compensated": None, "server_scale": None, "header": "*i32"}
-GUARD = {"coef": "*fp32", "block_tensor": "*i32", "weight": "*fp32"}
-GUARD |= dict.fromkeys(("limit", "norm", "squares"), "*fp64")
+GUARD = LIMIT | {"limit_coef": "*fp32", "squares": "*fp64"}
 TELLS = {"told": "*fp32"}
 OF_A_SCALED_LOSS = dict.fromkeys(("loss_scale", "found_inf", "earlier"), "*fp32")
 CLIPS = {"CLIPS": True, "WEIGHS": 1, "digest": "*i64"}
-COUNTED = {"updates": "*i64"}
+COUNTED = {"updates": "*i64", "digest_updates": "*i64"}
 WEIGHED = {"weights": "*fp32"}
 BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
@@ -62,7 +64,7 @@ OWN_STEP = {"PRECONDITION": True, "MOVES": True}
 FOLLOWS = OWN_STEP | {"FOLLOWS": True}
 FIRST = {"anchor": "*fp32"}
 OF_A_ROUND = {"summed": "*fp32", "awaited": "*fp64"}
-MOVED = {"moved": "*fp32"}
+MOVED = dict.fromkeys(("moved", "coefficients_moved"), "*fp32")
 ONLY_MOMENTUM = {"MOVES": False, "LAST": True}
 
 Loops = int | tuple[int, ...]
@@ -243,8 +245,8 @@ CASES = {
     "local_step, follows, first": Case("local_step", FOLLOWS | FIRST),
     "local_step, follows, last": Case("local_step", FOLLOWS | {"LAST": True}),
     "local_step, follows, bf16": Case("local_step", FOLLOWS | BF16),
-    "rebuild_momentum": Case("rebuild_momentum"),
-    "rebuild_momentum, preconditioned": Case("rebuild_momentum", OF_A_ROUND | VARIANCE),
+    "rebuild_momentum": Case("rebuild_momentum", TABLE),
+    "rebuild_momentum, preconditioned": Case("rebuild_momentum", TABLE | OF_A_ROUND | VARIANCE),
     "tell_squares": Case("tell_squares", halves=2),
     "tell_squares, bf16": Case("tell_squares", BF16, halves=2),
     "tell_squares, bf16, squares in codes": Case(
@@ -283,7 +285,7 @@ VARIANTS = {
     "renew, undivided": Case("renew", {"exp_avg_sq": "*fp32", "WRITES": True}),
     "finish, counts": Case("finish", FINISH | COUNTER, num_warps=1),
     "finish, renews": Case("finish", FINISH | RENEWS, num_warps=1),
-    "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"lr": "*fp32"}, num_warps=1),
+    "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"coefficients_lr": "*fp32"}, num_warps=1),
     "finish_alone, counts": Case("finish_alone", FINISH | COUNTER, num_warps=1),
     "finish_alone, ternary": Case("finish_alone", ALONE | COUNTER | {"TERNARY": True}, num_warps=1),
     "momentum_compress, ternary, in place": Case("momentum_compress", {"TERNARY": True, "IN_PLACE": True}),
@@ -362,10 +364,10 @@ VARIANTS = {
     "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK_SIZE": 128}),
     "local_step, follows, mixed, first": Case("local_step", FOLLOWS | FIRST | {"PARAMS": 3, "GRADS": 3}),
     "local_step, follows, small blocks": Case("local_step", FOLLOWS | {"BLOCK_SIZE": 128}),
-    "rebuild_momentum, of a round": Case("rebuild_momentum", OF_A_ROUND),
+    "rebuild_momentum, of a round": Case("rebuild_momentum", TABLE | OF_A_ROUND),
     "rebuild_momentum, renews": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | RENEWS),
-    "rebuild_momentum, eps inside": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | {"EPS_INSIDE_SQRT": True}),
-    "rebuild_momentum, small blocks": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | {"BLOCK_SIZE": 128}),
+    "rebuild_momentum, eps inside": Case("rebuild_momentum", TABLE | OF_A_ROUND | VARIANCE | {"EPS_INSIDE_SQRT": True}),
+    "rebuild_momentum, small blocks": Case("rebuild_momentum", TABLE | OF_A_ROUND | VARIANCE | {"BLOCK_SIZE": 128}),
     "lion_compress, mixed": Case("lion_compress", {"GRADS": 3}),
     "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }

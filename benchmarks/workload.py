@@ -14,6 +14,7 @@ from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef
 from fusedonebit.triton_kernels.finish import PIECE, Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
+from fusedonebit.triton_kernels.nouns import NOT_RENEWED, Arrived, Coefficients, Digest, Header, Limit, Side
 from fusedonebit.triton_kernels.receive import spans_of
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 from fusedonebit.triton_kernels.tables import tables_of
@@ -185,25 +186,32 @@ class Workload:
 
     def finish(self) -> partial[None]:
         groups, group_of, steps, _ = self._clock()
-        renewal = (groups, None, group_of, steps, None, self.coef.clone())
-        return self._finish(self.partials, self.layout.scale_segments("block"), self.world_size, *renewal)
+        renewal = Coefficients(groups, None, group_of, steps, None, self.coef.clone())
+        return self._finish(self.partials, self.layout.scale_segments("block"), self.world_size, renewal)
 
     def finish_server(self) -> partial[None]:
         served = self.layout.blocks_per_chunk
         return self._finish(self.partials[:, :served].contiguous(), self._slot[:served], 1)
 
-    def _finish(self, partials: Tensor, segment: Tensor, messages: int, *renewal: Tensor | None) -> partial[None]:
+    def _finish(
+        self, partials: Tensor, segment: Tensor, messages: int, renewal: Coefficients | None = None
+    ) -> partial[None]:
         lengths = torch.unique_consecutive(segment, return_counts=True)[1]
-        start, single, pieces, sums, tickets = Segments.of(segment, self.device)
-        arguments = (
-            *(partials, segment.to(self.device, torch.int32), start, single, pieces),
-            (lengths * self.layout.block_size).to(self.device, torch.float64),
-            *(SCALE_NORMS["contractive"], sums, tickets, self._scale(0.0, len(lengths))),
+        segments = Segments.of(segment, self._scale(0.0, len(lengths)))
+        segments.live.copy_(lengths * self.layout.block_size)
+        return partial(
+            ops.finish,
+            partials,
+            segments,
+            SCALE_NORMS["contractive"],
+            segment.to(self.device, torch.int32),
             torch.zeros(messages, self._slots, device=self.device),
             torch.zeros(messages, len(Word), dtype=torch.int32, device=self.device),
-            *(1, None, False, 1, 0, self.skip.clone(), self._sum(), self.skip, *renewal),
+            Header(1, None, False, 1, 0, self.skip.clone()),
+            self._sum(),
+            self.skip,
+            renewal,
         )
-        return partial(ops.finish, *arguments)
 
     def _sum(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -214,18 +222,25 @@ class Workload:
         messages.payload.copy_(torch.randint(256, messages.payload.shape, device=self.device, dtype=torch.uint8))
         messages.scales.fill_(0.1)
         segment = layout.scale_segments("block").to(self.device, torch.int32)
-        of_server = self._slot[:served].to(self.device, torch.int32)
-        written = [self._scale(0.0, n) for n in (blocks, blocks, blocks, served, served)]
-        arguments = (
-            *(messages.words, messages.words[:1].clone(), messages.front, messages.scales, segment),
-            *(self._scale(0.3, int(segment[-1]) + 1), of_server, self._scale(0.2, self._slots), 0, *written),
-            *(self.skip, self.skip.clone(), self._sum(), self._sum(), self.skip.clone()),
-            *(self.coef, self.block_tensor, self._scale(1.0, blocks)),
-            *(torch.full((n,), 1e30, dtype=torch.float64, device=self.device)[0] for n in (1, 1)),
+        largest, norm = (torch.full((1,), 1e30, dtype=torch.float64, device=self.device)[0] for _ in range(2))
+        return partial(
+            ops.receive,
+            Arrived(messages.words, messages.words[:1].clone(), messages.front, messages.scales),
+            self._side(segment, 0.3),
+            self._side(self._slot[:served].to(self.device, torch.int32), 0.2),
+            0,
+            self._scale(0.0, blocks),
+            self.skip,
+            self.skip.clone(),
+            Digest(self._sum(), self._sum(), self._sum()),
+            self.skip.clone(),
+            Limit(self.coef, self.block_tensor, self._scale(1.0, blocks), largest, norm),
             torch.zeros(self.world_size * spans_of(served), dtype=torch.float64, device=self.device),
-            self._sum(),
         )
-        return partial(ops.receive, *arguments)
+
+    def _side(self, segment: Tensor, measured: float) -> Side:
+        scales = (self._scale(0.0, len(segment)) for _ in range(2))
+        return Side(segment, self._scale(measured, int(segment[-1]) + 1), *scales)
 
     def server_reduce(self) -> partial[None]:
         served = self.layout.blocks_per_chunk
@@ -368,8 +383,15 @@ class Workload:
         m, v = self._moments()
         arguments = (
             *(self.layout.sizes, self.layout.block_size, self._bytes(self.world_size)),
-            *(self._scale(0.1, self.layout.n_blocks), None, None, v if self.preconditioned else None, False, self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, m, self._scale(0.0, self.layout.n_blocks)),
+            *(self._scale(0.1, self.layout.n_blocks), None, None, v if self.preconditioned else None, False),
+            *(
+                NOT_RENEWED._replace(table=self.coef),
+                self.block_tensor,
+                self.table.bits,
+                self.table.row,
+                m,
+                self._scale(0.0, self.layout.n_blocks),
+            ),
         )
         return partial(ops.rebuild_momentum, *arguments)
 

@@ -15,7 +15,7 @@ from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
 from .feedback import FeedbackReducer
 from .marsit import MarsitAllReduce
-from .message import Limit, Messages, Told, describe_mismatch
+from .message import Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodePart, Part
 from .reducer import Reducer
@@ -32,7 +32,6 @@ __all__ = [
     "FeedbackReducer",
     "Flag",
     "HierarchicalAllReduce",
-    "Limit",
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",

@@ -31,6 +31,7 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.codes import keep_nearest, rows_of
 from ..triton_kernels.headers import Flag, Word
+from ..triton_kernels.nouns import Header
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
@@ -317,8 +318,9 @@ class CompressedAllReduce(Receiver):
         """Average what has arrived in ``gathered``, and write this server's message (line 10)."""
         # A header damaged on its way here is seen here only: pass on what was seen.
         header = self._header(told, 0, self._agreed, counts=False)
-        number, counter, _, tag, *_ = header
-        written = (None, 0, None, 0) if self.server.measures else (self.served.words, number, counter, tag)
+        written: tuple[Any, ...] = (None, 0, None, 0)
+        if not self.server.measures:
+            written = (self.served.words, header.number, header.counter, header.tag)
         more: Sequence[Any] = (*written, told.drawn, self.server.octaves)
         server_reduce(
             self.gathered.bits,
@@ -343,7 +345,7 @@ class CompressedAllReduce(Receiver):
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
         if self.server.measures:
-            self.server.finish(self.served, *header, self.digest, self.hold)
+            self.server.finish(self.served, header, self.digest, self.hold)
 
     def _keep(self, missing: tuple[int, ...]) -> None:
         """Keep what a step is about to change of tensors of which this rank has no gradient."""
@@ -370,13 +372,13 @@ class CompressedAllReduce(Receiver):
     def _finish(self, told: Told) -> None:
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
         header = self._header(told, int(Flag.ABORT) * told.abort, self.found, counts=told.number is None)
-        self.worker.finish(self.to_servers, *header, self.digest, self.hold, *told.renewal)
+        self.worker.finish(self.to_servers, header, self.digest, self.hold, told.renewal)
 
-    def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> tuple[Any, ...]:
-        """Return arguments of the op ``finish``, from ``number`` on."""
+    def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> Header:
+        """Return what goes into the headers of this step's messages."""
         number: int | Tensor = self.synchronisations if told.number is None else told.number
-        step = (0, number) if isinstance(number, Tensor) else (number, None)
-        return (*step, counts, told.tag, flags, pending)
+        step, counter = (0, number) if isinstance(number, Tensor) else (number, None)
+        return Header(step, counter, counts, told.tag, flags, pending)
 
     def keep_back(self, tensors: Tensor) -> None:
         """Take ``tensors``, bool [tensors], out of the result: whoever compressed last keeps them, as its residual.

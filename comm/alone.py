@@ -13,6 +13,7 @@ from typing import Any
 
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.headers import Flag
+from ..triton_kernels.nouns import NOT_RENEWED
 from .absent import absent_on_all
 from .allreduce import CompressedAllReduce
 from .message import Told
@@ -35,10 +36,11 @@ class AloneAllReduce(CompressedAllReduce):
         # No other rank has a gradient of what this one misses.
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self._no_flags) if self.kept else None
         header = self._header(told, int(Flag.ABORT) * told.abort, self.found, counts=told.number is None)
-        coef, *judged = self._limit(told) or (None,) * 4
-        verdict = (self.hold, self._received, self.block_tensor, *judged)
-        renewal = told.renewal or (*(None,) * 5, coef)
-        self.worker.finish_alone(self.scale, self.gathered.words[0], *header, *verdict, *renewal)
+        limit, table = self._limit(told), told.renewal
+        if limit is not None:
+            table, limit = table or NOT_RENEWED._replace(table=limit.coef), limit._replace(coef=None)
+        words, hold = self.gathered.words[0], self.hold
+        self.worker.finish_alone(self.scale, words, header, hold, self._received, limit, table)
 
 
 def make_all_reduce(

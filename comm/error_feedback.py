@@ -11,10 +11,11 @@ from torch import Tensor
 from ..triton_kernels import LiveTable, finish, finish_alone, rules, settle
 from ..triton_kernels.codes import in_float32
 from ..triton_kernels.finish import Segments
+from ..triton_kernels.nouns import Coefficients, Header, Side
 from .message import Messages
 
 
-class Side:
+class Scaled:
     """Has scales of blocks, as workers or servers keep them; attributes as of ``ErrorFeedback``."""
 
     segment: Tensor
@@ -22,8 +23,13 @@ class Side:
     scale: Tensor
     settled: Tensor
 
+    @property
+    def scales(self) -> Side:
+        """Return them as ops take them."""
+        return Side(self.segment, self.measured, self.scale, self.settled)
 
-class SideOfParts(Side):
+
+class SideOfParts(Scaled):
     """Has those of several parts, one behind the other, in memory of which each part's own get views.
 
     Args:
@@ -43,7 +49,7 @@ class SideOfParts(Side):
         self.segment = torch.cat(segments)
 
 
-class ErrorFeedback(Side):
+class ErrorFeedback(Scaled):
     """Keeps what a worker, or a server, could not send: e = c - s*sign(c), of compensated values c and scales s.
 
     e is formed when it is next read. sign(0) is 0 where ternary.
@@ -81,36 +87,34 @@ class ErrorFeedback(Side):
         self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
         self.norm, self._ternary = norm, ternary
         self.segment = segment.to(device, torch.int32)
-        work = Segments.of(segment if measures else segment[:0], device)
-        self._start, self._single, self._pieces, self._sums, self._tickets = work  # each is state
         self.measured = torch.zeros(int(segment[-1]) + 1, device=device)
-        self._count = torch.zeros(len(self.measured) if measures else 0, dtype=torch.float64, device=device)
+        self._work = Segments.of(segment if measures else segment[:0], self.measured)
 
     def set_live(self, live: LiveTable) -> None:
         """Say which elements of this side count."""
         self._live = live
-        if len(self._count):
-            self._count.zero_().index_add_(0, self.segment, live.numel.double())
+        if len(self._work.live):
+            self._work.live.zero_().index_add_(0, self.segment, live.numel.double())
 
-    def finish(self, messages: Messages, *header: Any) -> None:
-        """Make ``measured`` from ``partials``, and write that and the header into the messages.
+    def finish(
+        self, to: Messages, header: Header, digest: Tensor | None, hold: Tensor, renewal: Coefficients | None = None
+    ) -> None:
+        """Make ``measured`` from ``partials``, and write that and the header into messages; see the op ``finish``."""
+        assert digest is not None
+        work, norm = self._segments, self.norm
+        finish(self.partials, work, norm, self.segment, to.scales, to.words, header, digest, hold, renewal)
 
-        ``header``: The last arguments of the op ``finish``, from ``number`` on.
-        """
-        finish(self.partials, self.segment, *self._measuring, messages.scales, messages.words, *header)
-
-    def finish_alone(self, scale: Tensor, words: Tensor, *told: Any) -> None:
+    def finish_alone(self, scale: Tensor, *more: Any) -> None:
         """Make ``scale`` float32 [blocks], this one's and the result's, from ``partials``, and a header.
 
-        ``told``: The last arguments of the op ``finish_alone``, from ``number`` on.
+        ``more``: The last arguments of the op ``finish_alone``, from ``words`` on.
         """
-        finish_alone(self.partials, *self._measuring, scale, self.scale, self.settled, words, *told)
+        finish_alone(self.partials, self._segments, self.norm, scale, self.scale, self.settled, *more)
 
     @property
-    def _measuring(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor, Tensor, Tensor]:
-        """Return arguments that both ops share: from ``segment_start`` to where scales are written."""
-        cut = self._start, self._single, self._pieces
-        return *cut, self._count, self.norm, self._sums, self._tickets, self.measured
+    def _segments(self) -> Segments:
+        """Return what is measured; ``measured`` may be a view of several parts' by now."""
+        return self._work._replace(measured=self.measured)
 
     def settle(self) -> None:
         """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""
@@ -131,8 +135,13 @@ class ErrorFeedback(Side):
     @property
     def scratch(self) -> tuple[Tensor, ...]:
         """Return what no later step reads."""
-        measured = (self.measured,) if len(self._count) else ()  # else they are what they were made
-        return self.partials, self.settled, *measured, self._sums, self._tickets
+        measured = (self.measured,) if len(self._work.live) else ()  # else they are what they were made
+        return self.partials, self.settled, *measured, self._work.sums, self._work.tickets
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """Return what says how scales are measured."""
+        return self._work.start, self._work.single, self._work.pieces, self._work.live
 
     def norms(self) -> tuple[float, float]:
         """Return |c| and |e| of the last step; waits for the device."""

@@ -10,12 +10,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..triton_kernels import SCALE_NORMS, Coef, FlatLayout, LiveTable, rules
-from ..triton_kernels.headers import CHECKED, Flag, Word, folded, unfolded
+from ..triton_kernels import SCALE_NORMS, FlatLayout, LiveTable
+from ..triton_kernels.headers import CHECKED, Word, folded, unfolded
+from ..triton_kernels.limit import judged, squares_by_block
+from ..triton_kernels.nouns import Limit
 from ..triton_kernels.tables import BlockTables
 from .absent import Kept
 from .error_feedback import ErrorFeedback
-from .message import Limit, Messages, Told, describe_mismatch
+from .message import Messages, Told, describe_mismatch
 from .partition import Part
 from .reducer import Reducer
 from .shards import ShardGroup
@@ -239,17 +241,14 @@ class FeedbackReducer(Reducer):
         """Return what a launch judges by; what lies in several shards is judged when all are known."""
         if told.limit is None or self.shards.count > 1:
             return None
-        return told.limit.without(self.absent, self.block_tensor)
+        return told.limit.without(self.absent)
 
     def _refuse_beyond(self, limit: Limit | None) -> None:
         """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""
         if limit is None:
             return
-        coef, weight, largest, norm = limit.without(self.absent, self.block_tensor)
-        unbias = coef[:, Coef.UNBIAS1].double()[self.block_tensor]
-        squares = rules.update_square(self.scale.double(), unbias, weight.double())
-        norm.copy_(self.shards.sum(squares.sum()).sqrt())
-        self.refuse((~(norm <= largest)).int().reshape(1) * int(Flag.VETO))
+        squares = squares_by_block(self.scale, limit.without(self.absent))
+        self.refuse(judged(self.shards.sum(squares.sum()).sqrt(), limit).reshape(1))
 
     def describe(self) -> str:
         elsewhere = "ranks with another shard differ, or " if self.shards.count > 1 else ""
@@ -273,4 +272,5 @@ class FeedbackReducer(Reducer):
         held = [self, *self.parts, *(side for part in self.parts for side in part.sides)]
         scratch = {id(each) for part in self.parts for each in part.scratch}
         tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
-        return [*tensors, *self.live, self.gathered.buffer, *(part.gathered.buffer for part in self.parts)]
+        tables = [table for part in self.parts for side in part.sides for table in side.tables]
+        return [*tensors, *tables, *self.live, self.gathered.buffer, *(part.gathered.buffer for part in self.parts)]

@@ -20,32 +20,11 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.headers import Word
+from ..triton_kernels.nouns import Coefficients, Limit
 
 MAGIC = 0x04314F46  # "FO1", and the format's version
 ALIGNMENT = 16
 HEADER_BYTES = 4 * len(Word)
-
-
-class Limit(NamedTuple):
-    """Refuses a result as an update: one whose norm is too large, or not a number.
-
-        norm^2 = sum over blocks of (s * unbias * weight)^2
-
-    Args:
-        coef: float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read.
-        weight: float32 [B].
-        largest: float64 [], the largest norm that is let through.
-        norm: float64 [], written.
-    """
-
-    coef: Tensor
-    weight: Tensor
-    largest: Tensor
-    norm: Tensor
-
-    def without(self, absent: Tensor | None, block_tensor: Tensor) -> Limit:
-        """Return one that does not count ``absent`` tensors, bool [tensors]; ``block_tensor`` int32 [B]."""
-        return self if absent is None else self._replace(weight=self.weight * ~absent[block_tensor])
 
 
 class Told(NamedTuple):
@@ -66,8 +45,8 @@ class Told(NamedTuple):
         steps: Of the round.
         limit: For which results all ranks skip. None: for none.
         sums: Whether the caller applies the result with ``apply_momentum``, and hands it ``Reducer.digest``.
-        renewal: The last arguments of the op ``finish``, with which it renews coefficients; or (). Where the step is
-            added to those of a round, one ``finish`` alone gets them.
+        renewal: Coefficients that ``finish`` renews; None: none. Where the step is added to those of a round, one
+            ``finish`` alone gets them.
         drawn: Updates done, int64 [], with which residuals and squares are rounded. None: all are float32.
         unite: Adds to this rank's flags, int32 [1], those of other ranks that skip a step with it, before they travel;
             servers then do the same there. None: there are none.
@@ -85,7 +64,7 @@ class Told(NamedTuple):
     steps: int = 1
     limit: Limit | None = None
     sums: bool = False
-    renewal: tuple[Tensor | int | None, ...] = ()
+    renewal: Coefficients | None = None
     drawn: Tensor | None = None
     unite: Callable[[Tensor], None] | None = None
     updates: Tensor | None = None

@@ -214,11 +214,9 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         if self.serves:
             super().receive(told)
             return
-        limit: tuple[Tensor | None, ...] = (None,) * 6
-        if (judged := self._limit(told)) is not None:
-            coef, *rest = judged
-            limit = (coef, self.block_tensor, *rest, self._squares[: programs_of(self.scale)])
-        close_parts(self._part_flags, self.scale, self.worker.scale, self._received, self._ticket, *limit)
+        limit = self._limit(told)
+        squares = None if limit is None else self._squares[: programs_of(self.scale)]
+        close_parts(self._part_flags, self.scale, self.worker.scale, self._received, self._ticket, limit, squares)
         self._end(told)
 
     @property

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, receive
+from ..triton_kernels.nouns import Arrived, Digest
 from ..triton_kernels.receive import spans_of
-from .error_feedback import Side
+from .error_feedback import Scaled
 from .feedback import FeedbackReducer
 from .message import Messages, Told
 from .transport import Transport
@@ -30,8 +31,8 @@ class Receiver(FeedbackReducer):
     layout: FlatLayout
     device: torch.device
     transport: Transport
-    worker: Side
-    server: Side
+    worker: Scaled
+    server: Scaled
     served: Messages
     hold: Tensor
     _no_flags: Tensor
@@ -46,7 +47,7 @@ class Receiver(FeedbackReducer):
         self._squares = torch.zeros(programs, dtype=torch.float64, device=device)
 
     @property
-    def sides(self) -> Sequence[Side]:
+    def sides(self) -> Sequence[Scaled]:
         """See above."""
         raise NotImplementedError
 
@@ -55,35 +56,23 @@ class Receiver(FeedbackReducer):
 
         Where this step is held back the bits of the last result are here again: servers have kept them.
         """
-        limit: tuple[Tensor | None, ...] = (None,) * 6
-        if (judged := self._limit(told)) is not None:
-            coef, *rest = judged
-            limit = (coef, self.block_tensor, *rest, self._squares)
-        limit += (told.updates,)
         assert self.digest is not None
+        limit = self._limit(told)
+        summed = self.gathered.front if told.sums else self.gathered.buffer
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
         # have got it skip, and the next step's digests tell the others.
         receive(
-            self.gathered.words,
-            self.served.words,
-            self.gathered.front if told.sums else self.gathered.buffer,
-            self.gathered.scales,
-            self.worker.segment,
-            self.worker.measured,
-            self.server.segment,
-            self.server.measured,
+            Arrived(self.gathered.words, self.served.words, summed, self.gathered.scales),
+            self.worker.scales,
+            self.server.scales,
             self.transport.rank,
             self.scale,
-            self.worker.scale,
-            self.worker.settled,
-            self.server.scale,
-            self.server.settled,
             self.hold,
             self._received,
-            self.digest,
-            self._total,
+            Digest(self.digest, self._total, told.updates),
             self._ticket,
-            *limit,
+            limit,
+            None if limit is None else self._squares,
         )
         self._end(told)
 

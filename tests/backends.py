@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from op_arguments import flat
 from reference_ops import Problem
 from torch import Tensor
 
@@ -33,12 +35,15 @@ def problem(
     return p
 
 
-def tensors(arguments: tuple) -> list[Tensor]:
-    """All tensors among an op's arguments, those in lists too, each with what lies around it in its memory."""
+def tensors(arguments: Sequence[Any]) -> list[Tensor]:
+    """All tensors among an op's arguments, in lists and nouns too, each with what lies around it in its memory."""
     found = []
     for argument in arguments:
-        found += argument if isinstance(argument, list) else [argument]
-    return [t if t._base is None else t._base for t in found if isinstance(t, Tensor)]
+        if isinstance(argument, (list, tuple)):
+            found += tensors(argument)
+        elif isinstance(argument, Tensor):
+            found.append(argument if argument._base is None else argument._base)
+    return found
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -63,12 +68,12 @@ def assert_equal_backends(name: str, make: Callable[[], tuple], float64_rtol: fl
     plain = make()
     before = launches.total()
     with using("plain"):
-        getattr(torch.ops.fusedonebit, name)(*plain)
+        getattr(torch.ops.fusedonebit, name)(*flat(name, plain))
     assert launches.total() == before
     for backend in compared(tensors(plain)):
         arguments, before = make(), launches.total()
         with using(backend):
-            getattr(torch.ops.fusedonebit, name)(*arguments)
+            getattr(torch.ops.fusedonebit, name)(*flat(name, arguments))
         assert launches.total() == before + (backend == "triton" or name in KERNELS)
         for expected, found in zip(tensors(plain), tensors(arguments), strict=True):
             if expected.dtype is torch.float64:

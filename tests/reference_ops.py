@@ -12,12 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from op_arguments import arguments_of
 from torch import Tensor
 
 from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, PARTLY, Word, folded
+from fusedonebit.triton_kernels.nouns import NOT_RENEWED, Arrived, Coefficients, Digest, Header, Limit, Side
 from fusedonebit.triton_kernels.receive import spans_of
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
@@ -154,36 +156,57 @@ class Problem:
             *(torch.tensor([skip], dtype=torch.int32), rounding, digest, x_squares),
         )
 
-    def finish_arguments(self, scope: str, norm: str, hold: int = 0, counter: int | None = None) -> tuple:
+    def segments(self, scope: str) -> Segments:
         segment = self.layout.scale_segments(scope).int()
-        count = torch.bincount(segment, self.table.numel.double())
-        start, single, pieces, sums, tickets = Segments.of(segment, torch.device("cpu"))
-        world_size, (_, slots) = self.layout.world_size, self.layout.scale_slots(scope)
-        message = (torch.full((world_size, slots), torch.nan), self.headers()[0])
-        scale = torch.full((len(count),), torch.nan)
+        live = torch.bincount(segment, self.table.numel.double())
+        return Segments.of(segment, torch.full((len(live),), torch.nan))._replace(live=live)
+
+    def finish_arguments(self, scope: str, norm: str, hold: int = 0, counter: int | None = None) -> Any:
         at = None if counter is None else torch.tensor(counter, dtype=torch.int32)
         pending, held = (torch.tensor([n], dtype=torch.int32) for n in (0, hold))
-        digest = torch.tensor([(7 << 32) + ((-12345 ^ 7) & 0xFFFFFFFF)])  # halves that together are -12345
-        return (
-            *(self.partials, segment, start, single, pieces, count, SCALE_NORMS[norm], sums, tickets, scale, *message),
-            *(7, at, counter is not None, 2**31 - 1, 0, pending, digest, held),
+        return arguments_of(
+            "finish",
+            self.partials,
+            self.segments(scope),
+            SCALE_NORMS[norm],
+            self.layout.scale_segments(scope).int(),
+            torch.full((self.layout.world_size, self.layout.scale_slots(scope)[1]), torch.nan),
+            self.headers()[0],
+            Header(7, at, counter is not None, 2**31 - 1, 0, pending),
+            torch.tensor([(7 << 32) + ((-12345 ^ 7) & 0xFFFFFFFF)]),  # halves that together are -12345
+            held,
         )
 
+    def limit(self, most: float | None, coef: Tensor | None) -> Limit | None:
+        if most is None:
+            return None
+        numbers = (torch.tensor(most, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
+        return Limit(coef, self.block_tensor, self.normal(self.layout.n_blocks).abs(), *numbers)
+
     def alone_arguments(
-        self, scope: str, norm: str, told: int = 0, hold: int = 0, limit: float | None = None, renewal: tuple = ()
-    ) -> tuple:
-        """Of ``finish_alone``; ``renewal`` as ``finish`` takes it."""
-        partials, _, start, single, pieces, count, kind, sums, tickets, scale, *_ = self.finish_arguments(scope, norm)
-        counter, pending, held, flags = (torch.tensor([n], dtype=torch.int32) for n in (4, 0, hold, -1))
-        judged: tuple[Tensor | None, ...] = (None,) * 3
-        if limit is not None:
-            numbers = (torch.tensor(limit, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
-            judged = (self.normal(self.layout.n_blocks).abs(), *numbers)
-        return (
-            *(partials, start, single, pieces, count, kind, sums, tickets, scale),
+        self,
+        scope: str,
+        norm: str,
+        flags: int = 0,
+        hold: int = 0,
+        limit: float | None = None,
+        renewal: Coefficients | None = None,
+        found: int = 0,
+    ) -> Any:
+        """Of ``finish_alone``."""
+        counter, pending, held, written = (torch.tensor([n], dtype=torch.int32) for n in (4, found, hold, -1))
+        return arguments_of(
+            "finish_alone",
+            self.partials,
+            self.segments(scope),
+            SCALE_NORMS[norm],
             *(torch.full((self.layout.n_blocks,), torch.nan) for _ in range(3)),
-            *(self.headers()[0][0], 7, counter, True, 2**31 - 1, told, pending, held, flags, self.block_tensor),
-            *(*judged, *(renewal or (*(None,) * 5, self.coef))),
+            self.headers()[0][0],
+            Header(7, counter, True, 2**31 - 1, flags, pending),
+            held,
+            written,
+            self.limit(limit, None),
+            renewal or NOT_RENEWED._replace(table=self.coef),
         )
 
     def receive_arguments(
@@ -194,7 +217,7 @@ class Problem:
         hold: int = 0,
         limit: float | None = None,
         parts: int = 1,
-    ) -> tuple:
+    ) -> Any:
         """Of a step in ``parts`` of the layout's chunks; layout words differ from part to part."""
         layout, (slot, slots) = self.layout, self.layout.scale_slots(scope)
         segment, by_chunk = layout.scale_segments(scope).int(), slot.view(parts, -1, layout.blocks_per_chunk)
@@ -207,20 +230,24 @@ class Problem:
         own_words = own_words.repeat(parts, 1)
         own_words[:, Word.LAYOUT] += torch.arange(parts, dtype=torch.int32)
         messages.words.copy_(words)
-        measured = [self.normal(int(each[-1]) + 1).abs() for each in (segment, served)]
-        written = [torch.full((len(each),), torch.nan) for each in (segment, segment, segment, served, served)]
+        sides = [
+            Side(each, self.normal(int(each[-1]) + 1).abs(), *(torch.full((len(each),), torch.nan) for _ in range(2)))
+            for each in (segment, served)
+        ]
         held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
-        judged: tuple[Tensor | None, ...] = (None,) * 6
-        if limit is not None:
-            spans = layout.world_size * spans_of(layout.blocks_per_chunk)
-            squares = torch.full((spans,), torch.nan, dtype=torch.float64)
-            numbers = (torch.tensor(limit, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
-            judged = (self.coef, self.block_tensor, self.normal(layout.n_blocks).abs(), *numbers, squares)
-        return (
-            *(messages.words, own_words, messages.payload, messages.scales, segment, measured[0]),
-            *(served, measured[1], rank, *written, held, found),
-            *(torch.full((parts,), -1), torch.zeros(parts, dtype=torch.int64), ticket, *judged),
-            torch.tensor(2**63 - 7),
+        spans = layout.world_size * spans_of(layout.blocks_per_chunk)
+        return arguments_of(
+            "receive",
+            Arrived(messages.words, own_words, messages.payload, messages.scales),
+            *sides,
+            rank,
+            torch.full((len(segment),), torch.nan),
+            held,
+            found,
+            Digest(torch.full((parts,), -1), torch.zeros(parts, dtype=torch.int64), torch.tensor(2**63 - 7)),
+            ticket,
+            self.limit(limit, self.coef),
+            None if limit is None else torch.full((spans,), torch.nan, dtype=torch.float64),
         )
 
     def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:

@@ -14,7 +14,8 @@ from optimizers import MAKE, construct, objects
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLion
 from fusedonebit.core.compressing import CompressingOptimizer
-from fusedonebit.triton_kernels import Coef, Group, advance
+from fusedonebit.triton_kernels import Coef, Group, advance, finish
+from fusedonebit.triton_kernels.nouns import Coefficients
 from fusedonebit.triton_kernels.op import OPS, launches
 
 NAMES = list(OPS["advance"].arguments)
@@ -116,17 +117,18 @@ def test_finish_renews_what_a_count_or_a_rate_changes_as_it_would_be_made(way):
     def make() -> tuple:
         p = problem(MANY, 2, 128)
         p.partials.zero_()
-        finish = p.finish_arguments("layer", "l2")
-        return *finish, groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan)
+        renewal = groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan)
+        return p.finish_arguments("layer", "l2")._replace(coefficients=Coefficients(*renewal))
 
     assert_equal_backends("finish", make)
     arguments = make()
-    torch.ops.fusedonebit.finish(*arguments)
+    finish(*arguments)
     counted = (None, None, None, None, None, 0, 0)
     advance(groups, lr, group_of, *counted, steps, entered, False, unit, mean_sq, None, False, made)
-    assert torch.equal(arguments[-1][:, RENEWED], made[:, RENEWED])
+    table = arguments.coefficients.table
+    assert torch.equal(table[:, RENEWED], made[:, RENEWED])
     others = [column for column in Coef if column not in RENEWED]
-    assert arguments[-1][:, others].isnan().all()
+    assert table[:, others].isnan().all()
 
 
 @pytest.mark.kernels
@@ -150,11 +152,12 @@ def test_finish_renews_the_last_step_of_a_round_as_the_mean_of_all_its_steps(len
         p = problem(MANY, 2, 128)
         p.partials.zero_()
         how = groups.clone(), None, group_of, steps.clone(), mean_sq, torch.full_like(table, math.nan), moved.clone()
-        return *p.finish_arguments("layer", "l2"), *how, length
+        return p.finish_arguments("layer", "l2")._replace(coefficients=Coefficients(*how, length))
 
     assert_equal_backends("finish", make)
-    *_, coef, summed, _ = arguments = make()
-    torch.ops.fusedonebit.finish(*arguments)
+    arguments = make()
+    coef, summed = arguments.coefficients.table, arguments.coefficients.moved
+    finish(*arguments)
     expected[0] += table[:, Coef.STEP_SIZE]  # as the last step before it has made it for this one
     expected[1] *= table[:, Coef.DECAY]
     assert torch.equal(summed, expected)

@@ -21,21 +21,19 @@ from fusedonebit.triton_kernels import Coef, FlatLayout, using
 from fusedonebit.triton_kernels.finish import LANES, PIECE
 from fusedonebit.triton_kernels.headers import Flag, Word
 from fusedonebit.triton_kernels.native import library
+from fusedonebit.triton_kernels.nouns import Coefficients
 
 SOME = (300, 0, 5, 2048, 129)
 UNIT = 2.3e-16  # torch's own root of a float64 may be a unit off on CPUs: MKL rounds it only almost always right
 LONG = (45 * 128, 5, (2 * PIECE + 70) * 128, *[3] * (LANES + 2))  # of every kind of segment more than one
 
 
-def summed(sizes: tuple[int, ...], scope: str, **how: Any) -> tuple:
+def summed(sizes: tuple[int, ...], scope: str, **how: Any) -> Any:
     """Arguments of ``finish_alone``; sums whose order shows."""
     p = problem(sizes, 1, 128, ternary=how.pop("ternary", False))
     p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     p.partials[1] *= 50.0
-    found = how.pop("found", 0)
-    arguments = p.alone_arguments(scope, "contractive", **how)
-    arguments[18].fill_(found)
-    return arguments
+    return p.alone_arguments(scope, "contractive", **how)
 
 
 # ---------------------------------------------------------------- the op
@@ -45,7 +43,7 @@ def summed(sizes: tuple[int, ...], scope: str, **how: Any) -> tuple:
 @pytest.mark.parametrize(
     "how",
     [
-        *({}, {"limit": 1e9}, {"limit": 1e-9}, {"told": 2, "limit": 1e-9}, {"found": 1, "limit": 1e9}),
+        *({}, {"limit": 1e9}, {"limit": 1e-9}, {"flags": 2, "limit": 1e-9}, {"found": 1, "limit": 1e9}),
         *({"hold": 16}, {"hold": 16, "limit": 1e-9, "found": 1}, {"ternary": True, "limit": 1e9}),
     ],
     ids=str,
@@ -62,13 +60,13 @@ def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews
     groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, made, _ = advance_arguments(len(LONG), **way)
 
     def make() -> tuple:
-        renewal = (groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan))
+        renewal = Coefficients(groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan))
         return summed(LONG, "layer", limit=1e9, renewal=renewal)
 
     assert_equal_backends("finish_alone", make, float64_rtol=UNIT)
     arguments = make()
     triton_kernels.finish_alone(*arguments)
-    scale, block_tensor, weight, norm, coef = (arguments[i] for i in (9, 21, 22, 24, -1))
+    scale, coef, (_, block_tensor, weight, _, norm) = arguments.scale, arguments.coefficients.table, arguments.limit
     expected = (scale.double() * coef[:, Coef.UNBIAS1].double()[block_tensor] * weight.double()).square().sum().sqrt()
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
 
@@ -77,16 +75,16 @@ def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews
 def test_it_renews_the_last_step_of_a_round_as_finish_does():
     groups, _, group_of, *_, steps, _, _, _, mean_sq, moved, _, made, _ = advance_arguments(len(LONG), moved=True)
 
-    def renewal() -> tuple:
+    def renewal() -> Coefficients:
         table = steps.clone(), mean_sq, torch.full_like(made, math.nan), moved.clone()
-        return groups.clone(), None, group_of, *table, 3
+        return Coefficients(groups.clone(), None, group_of, *table, 3)
 
     assert_equal_backends("finish_alone", lambda: summed(LONG, "layer", renewal=renewal()), float64_rtol=UNIT)
     alone, finish = summed(LONG, "layer", renewal=renewal()), problem(LONG).finish_arguments("layer", "l2")
     triton_kernels.finish_alone(*alone)
-    triton_kernels.finish(*finish, *(last := renewal()))
-    assert torch.equal(alone[-2], last[-2])
-    assert torch.equal(alone[-3].nan_to_num(), last[-3].nan_to_num())
+    triton_kernels.finish(*finish._replace(coefficients=(last := renewal())))
+    assert torch.equal(alone.coefficients.moved, last.moved)
+    assert torch.equal(alone.coefficients.table.nan_to_num(), last.table.nan_to_num())
 
 
 @pytest.mark.kernels
@@ -98,8 +96,9 @@ def test_its_tickets_are_zero_afterwards_and_its_bits_the_same_again(backend):
     for _ in range(3):
         with using(backend):
             triton_kernels.finish_alone(*arguments)
-        assert not arguments[7].any()
-        runs.append([arguments[i].clone() for i in (8, 9, 10, 11, 20, 24)])
+        assert not arguments.segments.tickets.any()
+        written = (arguments.segments.measured, *arguments[3:6], arguments.flags, arguments.limit.norm)
+        runs.append([each.clone() for each in written])
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
@@ -107,15 +106,15 @@ def test_its_tickets_are_zero_afterwards_and_its_bits_the_same_again(backend):
 @pytest.mark.parametrize("factor", [1.001, 0.999, math.nan])
 def test_what_is_beyond_the_limit_or_no_number_is_refused(factor):
     arguments = summed(SOME, "layer", limit=0.0)
-    measured, scale, worker, words, flags, limit, norm = (arguments[i] for i in (8, 9, 10, 12, 20, 23, 24))
+    *_, limit, norm = arguments.limit
     triton_kernels.finish_alone(*arguments)  # refuses all
     limit.copy_(norm * factor)
     triton_kernels.finish_alone(*arguments)
     refused = not factor > 1
-    assert int(flags) == int(Flag.VETO) * refused
-    assert int(words[Word.FLAGS]) == 0
-    assert bool(measured.any())
-    assert bool(scale.any()) == bool(worker.any()) == (not refused)
+    assert int(arguments.flags) == int(Flag.VETO) * refused
+    assert int(arguments.words[Word.FLAGS]) == 0
+    assert bool(arguments.segments.measured.any())
+    assert bool(arguments.scale.any()) == bool(arguments.worker_scale.any()) == (not refused)
 
 
 # ---------------------------------------------------------------- the all-reduce

@@ -34,8 +34,8 @@ def test_many_parts_give_the_same_bits_again_and_a_ticket_of_zero(backend):
         arguments = arguments_of((0,) * 129 + (2,), 1e9)
         with using(backend):
             close_parts(*arguments)
-        assert int(arguments[4]) == 0
-        assert int(arguments[3]) == 2
+        assert int(arguments.ticket) == 0
+        assert int(arguments.flags) == 2
         runs.append([t.clone() for t in arguments[:4]])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -60,7 +60,7 @@ def test_a_part_that_was_not_skipped_is_and_one_that_was_stays_as_it_is(backend)
 def test_an_update_beyond_the_limit_or_that_is_no_number_is_refused_in_all_parts(factor, backend):
     arguments = arguments_of((0, 0), 1e9)
     found, scale, kept, flags = arguments[:4]
-    coef, block_tensor, weight, limit, norm = arguments[5:10]
+    coef, block_tensor, weight, limit, norm = arguments.limit
     expected = (scale.double() * coef[:, Coef.UNBIAS1].double()[block_tensor] * weight.double()).square().sum().sqrt()
     limit.copy_(expected * factor)
     with using(backend):

@@ -24,6 +24,7 @@ from fusedonebit.triton_kernels import (
 )
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import Word, unfolded
+from fusedonebit.triton_kernels.nouns import Header
 from fusedonebit.triton_kernels.op import OPS, launches
 
 pytestmark = pytest.mark.kernels
@@ -132,9 +133,8 @@ def test_finish_flags_dropped_elements_as_eager_does():
         p = problem(SIZES[-1], 4, 128, special=True)
         triton_kernels.momentum_compress(*p.momentum_arguments())
         assert int(p.found) == 33
-        arguments = list(p.finish_arguments("layer", "l2"))
-        arguments[17] = p.found
-        return tuple(arguments)
+        arguments = p.finish_arguments("layer", "l2")
+        return arguments._replace(header=arguments.header._replace(pending=p.found))
 
     assert_equal_backends("finish", make)
 
@@ -172,11 +172,11 @@ def test_a_server_whose_scales_are_no_measured_ones_writes_the_header_that_finis
     torch.ops.fusedonebit.server_reduce(*alone)
     torch.ops.fusedonebit.server_reduce(*together)
     written, nothing = own.clone(), torch.zeros(0, dtype=torch.int64)
-    work, told = Segments.of(nothing, torch.device("cpu")), torch.tensor([unfolded(int(alone[3][Word.DIGEST]))])
-    torch.ops.fusedonebit.finish(
-        *(torch.zeros(2, 6, dtype=torch.float64), torch.zeros(6, dtype=torch.int32), *work[:3]),
-        *(torch.zeros(0, dtype=torch.float64), 2, *work[3:], torch.ones(6), torch.ones(1, 6), written),
-        *(number, step, False, tag, 0, alone[13].clone(), told, torch.tensor([hold]).int()),
+    digest = torch.tensor([unfolded(int(alone[3][Word.DIGEST]))])
+    triton_kernels.finish(
+        *(torch.zeros(2, 6, dtype=torch.float64), Segments.of(nothing, torch.ones(6)), 2),
+        *(torch.zeros(6, dtype=torch.int32), torch.ones(1, 6), written),
+        *(Header(number, step, False, tag, 0, alone[13].clone()), digest, torch.tensor([hold]).int()),
     )
     assert torch.equal(together[15], written)
     for one, other in zip(tensors(alone), tensors(together), strict=False):

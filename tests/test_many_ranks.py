@@ -55,7 +55,7 @@ def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_si
         p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
         return p.finish_arguments("layer", norm)
 
-    _, _, start, single, pieces, *_ = make()
+    start, single, pieces, *_ = make().segments
     assert len(single) > LANES
     assert len(pieces) == 2
     assert start.diff().max() > SHORT
@@ -71,12 +71,12 @@ def test_finish_flags_every_message_of_hundreds_where_an_element_was_dropped(sco
         p = problem(sizes, 300, 128)
         p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
         arguments = p.finish_arguments(scope, "l2")
-        arguments[17].fill_(1)
+        arguments.header.pending.fill_(1)
         return arguments
 
     arguments = make()
     triton_kernels.finish(*arguments)
-    flags = arguments[11][:, Word.FLAGS]
+    flags = arguments.words[:, Word.FLAGS]
     assert len(flags) == 300
     assert flags.eq(1).all()
     assert_equal_backends("finish", make)

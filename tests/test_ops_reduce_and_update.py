@@ -49,8 +49,8 @@ def test_a_scale_is_the_norm_of_its_scopes_live_elements(world_size, scope, norm
     ops.momentum_compress(*p.momentum_arguments())
     arguments = p.finish_arguments(scope, norm)
     ops.finish(*arguments)
-    segment, message_scales, words = arguments[1], *arguments[10:12]
-    scale = arguments[9][segment]
+    segment, message_scales, words = arguments.segment, arguments.message_scales, arguments.words
+    scale = arguments.segments.measured[segment]
     c, owner = wide(p.compensated), p.by_element(segment)
     expected = [scale_of(c[(owner == s) & p.live], norm, ternary) for s in segment.tolist()]
     np.testing.assert_allclose(wide(scale), expected, rtol=EPS32 * 1.001)
@@ -69,25 +69,27 @@ def test_every_message_is_flagged_with_what_compressing_has_found(found):
     p = Problem(MIXED, 4)
     p.partials.fill_(1.0)
     arguments = p.finish_arguments("layer", "l1")
-    arguments[17].fill_(found)
+    arguments.header.pending.fill_(found)
     ops.finish(*arguments)
-    assert arguments[11][:, Word.FLAGS].tolist() == [found] * 4
-    assert int(arguments[17]) == 0
+    assert arguments.words[:, Word.FLAGS].tolist() == [found] * 4
+    assert int(arguments.header.pending) == 0
 
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_held_finish_writes_headers_alone(counts):
     p = Problem(MIXED, 2)
     p.partials.fill_(1.0)
-    arguments = list(p.finish_arguments("layer", "l1", hold=16, counter=5))
-    arguments[14], arguments[16], arguments[17] = counts, int(Flag.ABORT), torch.tensor([32], dtype=torch.int32)
-    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
-    ops.finish(*arguments)
-    words, old = arguments[11], before[11]
+    arguments = p.finish_arguments("layer", "l1", hold=16, counter=5)
+    header = arguments.header._replace(counts=counts, flags=int(Flag.ABORT))
+    header.pending.fill_(32)
+    words, segments = arguments.words, arguments.segments
+    kept = (p.partials, segments.sums, segments.tickets, segments.measured, arguments.message_scales)
+    old, before = words.clone(), [each.clone() for each in kept]
+    ops.finish(*arguments._replace(header=header))
     assert words[:, (Word.STEP, Word.FLAGS)].tolist() == [[5 + counts, 34]] * 2
     assert torch.equal(words[:, (Word.SIGNAL, Word.SENDER)], old[:, (Word.SIGNAL, Word.SENDER)])
-    assert int(arguments[13]) == 5 + counts
-    assert all(same_bits(arguments[i], before[i]) for i in (0, 7, 8, 9, 10))
+    assert int(header.counter) == 5 + counts
+    assert all(same_bits(now, was) for now, was in zip(kept, before, strict=True))
 
 
 # ---------------------------------------------------------------- server_reduce

@@ -18,13 +18,14 @@ from fusedonebit.triton_kernels import Coef, FlatLayout, using
 from fusedonebit.triton_kernels.finish import LANES, PIECE
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, folded
 from fusedonebit.triton_kernels.native import library
+from fusedonebit.triton_kernels.nouns import Arrived, Digest, Side
 from fusedonebit.triton_kernels.op import OPS
 
 SOME = (300, 0, 5, 2048, 129)
 LONG = (45 * 128, 5, (2 * PIECE + 70) * 128, *[3] * (LANES + 2))  # of every kind of segment more than one
 
 
-def summed(sizes: tuple[int, ...], scope: str, world_size: int = 1, **how: Any) -> tuple:
+def summed(sizes: tuple[int, ...], scope: str, world_size: int = 1, **how: Any) -> Any:
     """Arguments of ``finish``; sums whose order shows."""
     p = problem(sizes, world_size, 128)
     p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
@@ -43,7 +44,7 @@ def test_finish_adds_in_one_order_on_all_backends(scope, how):
 def test_the_order_of_sums_is_that_of_lanes_then_of_neighbours(scope):
     """The specification, number by number."""
     arguments = summed(LONG, scope)
-    partials, start, scale = arguments[0], arguments[2], arguments[9]
+    partials, (start, _, _, live, scale, *_), *_ = arguments
 
     def ordered(values: list[float]) -> float:
         lanes = [0.0] * LANES
@@ -60,7 +61,7 @@ def test_the_order_of_sums_is_that_of_lanes_then_of_neighbours(scope):
     triton_kernels.finish(*arguments)
     longest = int(start.diff().argmax())
     absolute, squares = (total(row[start[longest] : start[longest + 1]].tolist()) for row in partials[:2])
-    n = float(arguments[5][longest])
+    n = float(live[longest])
     assert float(scale[longest]) == torch.tensor(min((squares / n) ** 0.5, 1.9 * (absolute / n)), dtype=torch.float32)
 
 
@@ -75,9 +76,10 @@ def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_a
         with using(backend):
             triton_kernels.finish(*finish)
             triton_kernels.receive(*receive)
-        assert not finish[8].any()
-        assert int(receive[17]) == int(receive[18]) == 0
-        written = (*finish[9:12], *receive[9:14], receive[16], receive[23].view(1))
+        assert not finish.segments.tickets.any()
+        assert int(receive.digest.running) == int(receive.ticket) == 0
+        written = (finish.segments.measured, finish.message_scales, finish.words, receive.scale)
+        written += (*receive.worker[2:], *receive.server[2:], receive.digest.sums, receive.limit.norm.view(1))
         bits = [t.view(torch.int32).clone() for t in written]  # slots without a scale are NaN
         runs.append(bits)
     for again in runs[1:]:
@@ -92,7 +94,7 @@ def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_a
     [(SOME, 1, 1, False), (SOME, 5, 1, True), ((3 * 2**17,), 2, 1, False), (SOME, 2, 3, False), (SOME, 1, 17, False)],
 )
 def test_receive_equals_eager(sizes, world_size, parts, ternary, flags, hold, limit):
-    def make() -> tuple:
+    def make() -> Any:
         p = problem(sizes, parts * world_size, 128, ternary=ternary)
         return p.receive_arguments("block", world_size - 1, flags, hold, limit, parts)
 
@@ -101,19 +103,41 @@ def test_receive_equals_eager(sizes, world_size, parts, ternary, flags, hold, li
 
 def test_receive_hands_out_scales_flags_and_the_digest():
     arguments = problem(SOME, 3, 128).receive_arguments("layer", 1)
-    summed, scales, segment, measured, served, of_server = arguments[2:8]
-    written, flags, digest = arguments[9:14], *arguments[15:17]
-    scale, worker, settled, server, server_settled = written
+    arrived, worker, server, digest = arguments.arrived, arguments.worker, arguments.server, arguments.digest
     triton_kernels.receive(*arguments)
-    assert int(flags) == 0
-    assert int(folded(digest)) == int(checksum_of(summed, arguments[-1]))
+    assert int(arguments.flags) == 0
+    assert int(folded(digest.sums)) == int(checksum_of(arrived.summed, digest.updates))
+    segment = worker.segment
     first = segment.view(3, -1)[:, :1].expand(3, len(segment) // 3).reshape(-1)
     message = torch.arange(3).repeat_interleave(len(segment) // 3)
-    assert torch.equal(scale, scales[message, segment - first])
-    assert torch.equal(worker, measured[segment])
-    assert torch.equal(server, of_server[served])
-    assert not settled.any()
-    assert not server_settled.any()
+    assert torch.equal(arguments.scale, arrived.scales[message, segment - first])
+    for side in (worker, server):
+        assert torch.equal(side.scale, side.measured[side.segment])
+        assert not side.settled.any()
+
+
+def of_part(arguments: Any, part: int) -> Any:
+    """Arguments of ``receive`` of one of three parts of two messages, in memory of their own."""
+    rows, digest = slice(2 * part, 2 * part + 2), arguments.digest
+    words, own_words, summed, scales = arguments.arrived
+
+    def side(of: Side) -> Side:
+        cut = [each.view(3, -1)[part].clone() for each in (of.segment, of.scale, of.settled)]
+        return Side(cut[0], of.measured, *cut[1:])
+
+    return arguments._replace(
+        arrived=Arrived(words[rows], own_words[part : part + 1], summed[rows], scales[rows]),
+        worker=side(arguments.worker),
+        server=side(arguments.server),
+        scale=arguments.scale.view(3, -1)[part].clone(),
+        flags=arguments.flags.clone(),
+        ticket=arguments.ticket.clone(),
+        digest=Digest(digest.sums[:1].clone(), digest.running[:1].clone(), digest.updates),
+    )
+
+
+def scales_of(arguments: Any) -> tuple[Tensor, ...]:
+    return arguments.scale, *arguments.worker[2:], *arguments.server[2:]
 
 
 @pytest.mark.kernels
@@ -121,37 +145,29 @@ def test_receive_hands_out_scales_flags_and_the_digest():
 @pytest.mark.parametrize("differs", [False, True])
 def test_receive_takes_up_parts_as_if_each_came_alone_but_skips_all_where_it_skips_one(differs, backend):
     together = problem(SOME, 6, 128).receive_arguments("block", 1, parts=3)
-    rows, served = together[4].view(3, -1), together[6].view(3, -1)
-    together[0][5, Word.TAG] += differs
-    alone = []
-    for part in range(3):
-        own, one = slice(2 * part, 2 * part + 2), [each.clone() if torch.is_tensor(each) else each for each in together]
-        one[:4] = together[0][own], together[1][part : part + 1], together[2][own], together[3][own]
-        one[4], one[6] = rows[part], served[part]
-        one[9:14] = [each.view(3, -1)[part].clone() for each in together[9:14]]
-        one[16:18] = [each[part : part + 1].clone() for each in together[16:18]]
-        with using("plain"):
+    together.arrived.words[5, Word.TAG] += differs
+    alone = [of_part(together, part) for part in range(3)]
+    with using("plain"):
+        for one in alone:
             triton_kernels.receive(*one)
-        alone.append(one)
     with using(backend):
         triton_kernels.receive(*together)
-    assert [int(one[15]) for one in alone] == [0, 0, int(Flag.MISMATCH) * differs]
-    assert int(together[15]) == int(Flag.MISMATCH) * differs
-    assert torch.equal(together[16], torch.cat([one[16] for one in alone]))
-    for at in range(9, 14):
-        skipped = differs and at in (9, 12)  # of the result, and of servers
-        expected = torch.cat([one[at] for one in alone])
-        assert torch.equal(together[at], torch.zeros_like(expected) if skipped else expected)
+    assert [int(one.flags) for one in alone] == [0, 0, int(Flag.MISMATCH) * differs]
+    assert int(together.flags) == int(Flag.MISMATCH) * differs
+    assert torch.equal(together.digest.sums, torch.cat([one.digest.sums for one in alone]))
+    for found, *parts in zip(*map(scales_of, (together, *alone)), strict=True):
+        expected = torch.cat(parts)
+        skipped = differs and any(found is each for each in (together.scale, together.server.scale))
+        assert torch.equal(found, torch.zeros_like(expected) if skipped else expected)
 
 
 @pytest.mark.parametrize("factor", [1.001, 0.999, math.nan])
 def test_receive_refuses_what_is_beyond_the_limit_or_no_number(factor):
     arguments = problem(SOME, 3, 128).receive_arguments("layer", 1, limit=0.0)
-    scale, worker, server, flags, coef, block_tensor, weight, limit, norm = (
-        arguments[i] for i in (9, 10, 12, 15, 19, 20, 21, 22, 23)
-    )
+    scale, worker, server, flags = arguments.scale, arguments.worker, arguments.server, arguments.flags
+    coef, block_tensor, weight, limit, norm = arguments.limit
     triton_kernels.receive(*arguments)  # refuses all
-    messages, segment = arguments[3], arguments[4].view(3, -1)
+    messages, segment = arguments.arrived.scales, worker.segment.view(3, -1)
     each = torch.gather(messages, 1, (segment - segment[:, :1]).long()).view(-1).double()
     expected = (each * coef[:, Coef.UNBIAS1].double()[block_tensor] * weight.double()).square().sum().sqrt()
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
@@ -160,25 +176,25 @@ def test_receive_refuses_what_is_beyond_the_limit_or_no_number(factor):
     refused = not factor > 1
     assert int(flags) == int(Flag.VETO) * refused
     assert torch.equal(scale, torch.zeros_like(scale) if refused else each.float())
-    assert bool(server.any()) != refused
-    assert torch.equal(worker, arguments[5][arguments[4]])  # servers have averaged what arrived
+    assert bool(server.scale.any()) != refused
+    assert torch.equal(worker.scale, worker.measured[worker.segment])  # servers have averaged what arrived
 
 
 @pytest.mark.parametrize("word", [*range(CHECKED), Word.FLAGS])
 def test_a_header_that_differs_or_has_a_flag_zeroes_scales_but_of_workers_whose_servers_were_content(word):
     p = problem(SOME, 3, 128)
     arguments = p.receive_arguments("layer", 0, flags=int(Flag.NONFINITE) * (word == Word.FLAGS))
-    words, own = arguments[:2]
-    scale, worker, server, flags = (arguments[i] for i in (9, 10, 12, 15))
+    words, own, *_ = arguments.arrived
+    worker = arguments.worker
     if word != Word.FLAGS:
         words[1, word] += 1
     expected = int(agreed_flags(words, own[0]))
     triton_kernels.receive(*arguments)
-    assert int(flags) == expected != 0
-    assert not scale.any()
-    assert not server.any()
-    content = words[:, Word.FLAGS, None].eq(0).expand(3, len(worker) // 3).reshape(-1)
-    assert torch.equal(worker, arguments[5][arguments[4]] * content)
+    assert int(arguments.flags) == expected != 0
+    assert not arguments.scale.any()
+    assert not arguments.server.scale.any()
+    content = words[:, Word.FLAGS, None].eq(0).expand(3, len(worker.scale) // 3).reshape(-1)
+    assert torch.equal(worker.scale, worker.measured[worker.segment] * content)
 
 
 @pytest.mark.kernels

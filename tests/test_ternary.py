@@ -165,7 +165,7 @@ def test_scales_contract_what_is_mostly_zero(norm):
     ops.momentum_compress(*p.momentum_arguments())
     arguments = p.finish_arguments("global", norm)
     ops.finish(*arguments)
-    c, s = wide(p.compensated), float(arguments[9][0])
+    c, s = wide(p.compensated), float(arguments.segments.measured[0])
     assert c[7] != 0
     assert not (c - s * reference.sign(c, True)).any()
 

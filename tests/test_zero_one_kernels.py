@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebui
 
 from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, unpack
+from fusedonebit.triton_kernels.nouns import Coefficients
 
 pytestmark = pytest.mark.kernels
 
-COEF, EXP_AVG = 8, 12  # places among the arguments of rebuild_momentum
 SIZES = [([3000, 8, 1024], 1), ([5000, 1030, 7], 3), ([1], 1), ([130], 2)]
 
 
@@ -161,20 +162,22 @@ def test_what_is_zero_has_the_same_sign_on_every_backend():
 def test_a_launch_that_rebuilds_renews_coefficients_as_finish_does(way):
     sizes = (300, *[5] * 99)
     groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, _, _ = advance_arguments(len(sizes), **way)
-    renewal = groups, lr, group_of, steps, mean_sq
+    renewal = Coefficients(groups, lr, group_of, steps, mean_sq, None)
 
-    def make() -> tuple:
-        return *rebuild_arguments(problem(sizes, 2, 128), True, of_rounds=True), *renewal
+    def make() -> Any:
+        arguments = rebuild_arguments(problem(sizes, 2, 128), True, of_rounds=True)
+        return arguments._replace(coefficients=renewal._replace(table=arguments.coefficients.table))
 
     assert_equal_backends("rebuild_momentum", make)
     rebuilt, plain, finished = make(), rebuild_arguments(problem(sizes, 2, 128), True, of_rounds=True), problem(sizes)
-    triton_kernels.finish(*finished.finish_arguments("layer", "l2"), *renewal, finished.coef)
+    triton_kernels.finish(*finished.finish_arguments("layer", "l2"), renewal._replace(table=finished.coef))
     triton_kernels.rebuild_momentum(*rebuilt)
     triton_kernels.rebuild_momentum(*plain)
-    assert torch.equal(rebuilt[EXP_AVG], plain[EXP_AVG])
+    assert torch.equal(rebuilt.exp_avg, plain.exp_avg)
     renewed = [Coef.LR, Coef.STEP_SIZE, Coef.DECAY, Coef.UNBIAS1]
-    assert torch.equal(rebuilt[COEF][:, renewed], finished.coef[:, renewed])
-    assert not torch.equal(rebuilt[COEF][:, renewed], plain[COEF][:, renewed])
+    table = rebuilt.coefficients.table
+    assert torch.equal(table[:, renewed], finished.coef[:, renewed])
+    assert not torch.equal(table[:, renewed], plain.coefficients.table[:, renewed])
 
 
 def test_mixed_dtypes_empty_gradients_and_unaligned_tensors_equal_eager():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from op_arguments import arguments_of
 from reference_ops import Problem
+
+from fusedonebit.triton_kernels.nouns import NOT_RENEWED
 
 Way = tuple[bool, bool, bool, bool, bool]
 WAYS: list[Way] = [
@@ -32,13 +37,15 @@ def local_step_arguments(p: Problem, way: Way, inside: bool = False, hold: int =
     )
 
 
-def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False, of_rounds: bool = False) -> tuple:
+def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False, of_rounds: bool = False) -> Any:
     """``of_rounds``: bits are sums of several steps, and every third tensor waits for a variance."""
     tensors = torch.arange(max(1, len(p.layout.sizes)))
     summed, mean_sq = (3.0 + tensors, (tensors % 3).double()) if of_rounds else (None, None)
-    return (
+    table = NOT_RENEWED._replace(table=p.coef)
+    return arguments_of(
+        "rebuild_momentum",
         *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale, summed, mean_sq),
-        *(p.exp_avg_sq if precondition else None, inside, p.coef, p.block_tensor, p.table.bits, p.table.row),
+        *(p.exp_avg_sq if precondition else None, inside, table, p.block_tensor, p.table.bits, p.table.row),
         *(torch.full((p.layout.numel,), torch.nan), torch.full((p.layout.n_blocks,), torch.nan)),
     )
 

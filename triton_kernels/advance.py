@@ -14,7 +14,8 @@ from torch import Tensor
 from . import rules
 from .jit import jit, tl
 from .native.generate import Spec
-from .op import Bits, Counters, Doubles, Flag, Floats, op
+from .nouns import Bits, Coefficients, Counters, Doubles, Flag, Floats
+from .op import op
 from .rules import (
     COLUMNS,
     CORRECTION1,
@@ -97,29 +98,27 @@ def _add_up(moved, stride, t, inside, step_size, decay, BEGINS: tl.constexpr):
 
 
 @jit()
-def renew_kernel(
-    p, groups, lr, group_of, tensors, steps, mean_sq, coef, moved, moved_stride, length, WIDTH: tl.constexpr
-):  # fmt: skip
+def renew_kernel(p, coefficients, WIDTH: tl.constexpr):
     """Makes LR, STEP_SIZE, DECAY and UNBIAS1 of WIDTH tensors anew; where ``moved``, for all steps of the round."""
     t = p * WIDTH + tl.arange(0, WIDTH)
-    inside = t < tensors
-    group = tl.load(group_of + t, mask=inside, other=0).to(tl.int64)
-    row = groups + group * GROUP_COLUMNS
-    if lr is None:
+    inside = t < coefficients.tensors
+    group = tl.load(coefficients.group_of + t, mask=inside, other=0).to(tl.int64)
+    row = coefficients.groups + group * GROUP_COLUMNS
+    if coefficients.lr is None:
         rate = tl.load(row + LR, mask=inside, other=0.0)
     else:
-        rate = tl.load(lr + group, mask=inside, other=0.0).to(tl.float64)
-    done = tl.load(steps + t, mask=inside, other=0.0)
+        rate = tl.load(coefficients.lr + group, mask=inside, other=0.0).to(tl.float64)
+    done = tl.load(coefficients.steps + t, mask=inside, other=0.0)
     power1 = power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
     decay = tl.load(row + WEIGHT_DECAY, mask=inside, other=0.0)
     step_size, kept, _, unbias = rules.coefficients(rate, decay, power1, power1 * 0.0)
-    if mean_sq is not None:
-        step_size = rules.seen(step_size, tl.load(mean_sq + t, mask=inside, other=0.0))
+    if coefficients.mean_sq is not None:
+        step_size = rules.seen(step_size, tl.load(coefficients.mean_sq + t, mask=inside, other=0.0))
     far, left = step_size.to(tl.float32), kept.to(tl.float32)
-    if moved is not None:
-        total, left = _add_up(moved, moved_stride, t, inside, far, left, False)
-        far = tl.div_rn(total, length.to(tl.float32))
-    k = coef + t.to(tl.int64) * COLUMNS
+    if coefficients.moved is not None:
+        total, left = _add_up(coefficients.moved, coefficients.moved_stride, t, inside, far, left, False)
+        far = tl.div_rn(total, coefficients.length.to(tl.float32))
+    k = coefficients.table + t.to(tl.int64) * COLUMNS
     tl.store(k + LR, rate.to(tl.float32), mask=inside)
     tl.store(k + STEP_SIZE, far, mask=inside)
     tl.store(k + DECAY, left, mask=inside)
@@ -139,23 +138,25 @@ def _add_up_plainly(moved: Tensor, coef: Tensor, begins: bool) -> None:
     moved[1] *= coef[:, DECAY]
 
 
-def renew_plainly(
-    groups: Tensor, lr: Tensor | None, group_of: Tensor, steps: Tensor, mean_sq: Tensor | None, coef: Tensor,
-    moved: Tensor | None, length: int,
-) -> None:  # fmt: skip
-    """Do what ``renew_kernel`` does, for all tensors."""
-    values = groups.index_select(0, group_of)
-    rate = values[:, LR] if lr is None else lr.double().index_select(0, group_of)
-    power1 = plain_power(values[:, CORRECTION1], steps + 1)
+def renew_plainly(of: Coefficients | None) -> None:
+    """Do what ``renew_kernel`` does, for all tensors; nothing where nothing is renewed."""
+    if of is None or of.groups is None:
+        return
+    assert of.group_of is not None
+    assert of.steps is not None
+    assert of.table is not None
+    values = of.groups.index_select(0, of.group_of)
+    rate = values[:, LR] if of.lr is None else of.lr.double().index_select(0, of.group_of)
+    power1 = plain_power(values[:, CORRECTION1], of.steps + 1)
     step_size, decay, _, unbias = rules.coefficients(rate, values[:, WEIGHT_DECAY], power1, power1 * 0.0)
-    step_size = step_size if mean_sq is None else rules.seen(step_size, mean_sq)
+    step_size = step_size if of.mean_sq is None else rules.seen(step_size, of.mean_sq)
     for column, each in ((LR, rate), (STEP_SIZE, step_size), (DECAY, decay), (UNBIAS1, unbias)):
-        coef[:, column] = each
-    if moved is not None:
-        _add_up_plainly(moved, coef, False)
+        of.table[:, column] = each
+    if of.moved is not None:
+        _add_up_plainly(of.moved, of.table, False)
         # By a tensor: by a number torch would multiply with its reciprocal on a GPU.
-        coef[:, STEP_SIZE] = moved[0] / torch.full_like(moved[0], length)
-        coef[:, DECAY] = moved[1]
+        of.table[:, STEP_SIZE] = of.moved[0] / torch.full_like(of.moved[0], of.length)
+        of.table[:, DECAY] = of.moved[1]
 
 
 @jit()

@@ -17,7 +17,8 @@ from . import user_tensors as users
 from .codes import keep_nearest, rows_of
 from .eager import compress, gather, keep, kept_values, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
-from .op import Bits, Counters, Doubles, Flag, Floats, Indices, Moment, PerBlock, Sizes, Tensors, op
+from .nouns import Bits, Counters, Doubles, Flag, Floats, Indices, Moment, PerBlock, Sizes, Tensors
+from .op import op
 
 V, OWN = 1, 2  # rows of octaves; those of c come first
 

@@ -18,7 +18,8 @@ from . import headers, rules
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import ABS, NONZERO, SQUARE
 from .jit import jit, tl
-from .op import Counters, Doubles, Flag, Floats, Headers, Indices, Table, op
+from .nouns import Coefficients, Counters, Derived, Doubles, Flag, Floats, Header, Headers, Indices, Table, stride
+from .op import op
 
 SCALE_NORMS = {"l1": 0, "l2": 1, "contractive": 2, "relaxed": 3}
 """What ``finish`` takes as ``norm``, by the name that users give."""
@@ -36,21 +37,35 @@ OF_A_PIECE = 5  # numbers
 class Segments(NamedTuple):
     """Cuts segments of blocks, each of which has one scale, into the work of programs."""
 
-    start: Tensor
+    start: Table
     """Their first blocks, and behind the last the number of blocks: int32 [segments + 1]."""
-    single: Tensor
+    single: Table
     """Those of at most SHORT blocks, a lane's work each: int32 [n]."""
-    pieces: Tensor
+    pieces: Table
     """Of the others, a program's work each: int32 [m, 5], the segment, its first block and behind its last, and of
     the segment the first piece and their number."""
-    sums: Tensor
-    """What programs leave for the last: zeros float64 [SUMS, programs]."""
-    tickets: Tensor
-    """Of all programs, and of the pieces of each segment: zeros int32 [1 + m]."""
+    live: Doubles
+    """Live elements of each, float64 [segments]."""
+    measured: Floats
+    """Their scales, float32 [segments], written."""
+    sums: Doubles
+    """What programs leave for the last: zeros float64 [SUMS, programs], scratch."""
+    tickets: Table
+    """Of all programs, and of the pieces of each segment: zeros int32 [1 + m], scratch."""
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {
+            "singles": ("i32", lambda single: len(single)),
+            "longs": ("i32", lambda pieces: len(pieces)),
+            "sums_stride": ("i32", lambda sums: stride(sums)),
+        }
 
     @classmethod
-    def of(cls, segment: Tensor, device: torch.device) -> Segments:
-        """Return those of ``segment`` int [B], rising without gaps; none of an empty one."""
+    def of(cls, segment: Tensor, measured: Tensor) -> Segments:
+        """Return those of ``segment`` int [B], rising without gaps, none of an empty one; nothing counts as yet."""
+        device = measured.device
         lengths = torch.unique_consecutive(segment.cpu(), return_counts=True)[1]
         start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         pieces: list[tuple[int, ...]] = []
@@ -59,30 +74,34 @@ class Segments(NamedTuple):
             first, number = len(pieces), -(-(end - begin) // PIECE)
             pieces += [(j, at, min(at + PIECE, end), first, number) for at in range(begin, end, PIECE)]
         single = (lengths <= SHORT).nonzero().view(-1)
-        sums = torch.zeros(SUMS, max(1, -(-len(single) // LANES) + len(pieces)), dtype=torch.float64, device=device)
-        tickets = torch.zeros(1 + len(pieces), dtype=torch.int32, device=device)
         table = torch.tensor(pieces, dtype=torch.int32).view(-1, OF_A_PIECE)
-        return cls(start.to(device, torch.int32), single.to(device, torch.int32), table.to(device), sums, tickets)
+        programs = max(1, -(-len(single) // LANES) + len(pieces))
+        return cls(
+            start.to(device, torch.int32),
+            single.to(device, torch.int32),
+            table.to(device),
+            torch.zeros(len(lengths), dtype=torch.float64, device=device),
+            measured,
+            torch.zeros(SUMS, programs, dtype=torch.float64, device=device),
+            torch.zeros(1 + len(pieces), dtype=torch.int32, device=device),
+        )
 
 
 @jit()
-def short_scales(
-    p, single, singles, segment_start, partials, partials_stride, count, scale, sums, sums_stride, NORM: tl.constexpr,
-    TERNARY: tl.constexpr,
-):  # fmt: skip
+def short_scales(p, segments, partials, partials_stride, NORM: tl.constexpr, TERNARY: tl.constexpr):
     """Makes and stores scales of short segments, a lane to each, and leaves for the last program what it needs.
 
     Returns their numbers, their first blocks and those behind their last, the length of the longest, and the scales.
     """
     index = p * LANES + tl.arange(0, LANES)
-    some = index < singles
-    j = tl.load(single + index, mask=some, other=0)
-    begin = tl.load(segment_start + j, mask=some, other=0).to(tl.int64)
-    end = tl.load(segment_start + j + 1, mask=some, other=0).to(tl.int64)
+    some = index < segments.singles
+    j = tl.load(segments.single + index, mask=some, other=0)
+    begin = tl.load(segments.start + j, mask=some, other=0).to(tl.int64)
+    end = tl.load(segments.start + j + 1, mask=some, other=0).to(tl.int64)
     absolute = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     # Loaded ahead: behind the loops the compiler would keep too few registers, and spill.
-    n = tl.zeros([LANES], tl.float64) if TERNARY else tl.load(count + j, mask=some, other=0.0)
+    n = tl.zeros([LANES], tl.float64) if TERNARY else tl.load(segments.live + j, mask=some, other=0.0)
     longest = tl.max((end - begin).to(tl.int32), axis=0)
     for k in range(longest):
         at = partials + begin + k
@@ -92,40 +111,42 @@ def short_scales(
         if TERNARY:
             n += tl.load(at + 2 * partials_stride, mask=inside, other=0.0)
     s = rules.scale_of(absolute, squares, n, NORM)
-    tl.store(scale + j, s, mask=some)
+    tl.store(segments.measured + j, s, mask=some)
     error = tl.where(some, rules.residual_square(absolute, squares, s, n), 0.0)
-    tl.store(sums + ERROR * sums_stride + p, io.tree_sum(error))
+    tl.store(segments.sums + ERROR * segments.sums_stride + p, io.tree_sum(error))
     return j, begin, end, longest, s
 
 
 @jit()
-def sum_piece(p, groups, pieces, partials, partials_stride, sums, sums_stride, tickets, TERNARY: tl.constexpr):
+def sum_piece(p, groups, segments, partials, partials_stride, TERNARY: tl.constexpr):
     """Sums a piece of a segment.
 
     Returns whether all its pieces are there now; the segment, the program of its first piece, and how many there are.
     """
-    piece = pieces + (p - groups) * OF_A_PIECE
+    piece = segments.pieces + (p - groups) * OF_A_PIECE
     j = tl.load(piece)
     begin = tl.load(piece + 1)
     end = tl.load(piece + 2)
     first = tl.load(piece + 3)
     number = tl.load(piece + 4)
     for row in tl.static_range(2 + TERNARY):
-        tl.store(sums + row * sums_stride + p, io.ordered_sum(partials + row * partials_stride, begin, end))
-    return io.is_last(tickets + 1 + first, number), j, groups + first, number
+        of_row = io.ordered_sum(partials + row * partials_stride, begin, end)
+        tl.store(segments.sums + row * segments.sums_stride + p, of_row)
+    return io.is_last(segments.tickets + 1 + first, number), j, groups + first, number
 
 
 @jit()
-def long_scale(j, first, number, count, scale, sums, sums_stride, NORM: tl.constexpr, TERNARY: tl.constexpr):
+def long_scale(j, first, number, segments, NORM: tl.constexpr, TERNARY: tl.constexpr):
     """Makes and stores the scale of a segment from the sums of its pieces, by all lanes together."""
-    n = tl.load(count + j)
+    sums, stride, last = segments.sums, segments.sums_stride, first + number
+    n = tl.load(segments.live + j)
     if TERNARY:
-        n = io.ordered_sum(sums + NONZERO * sums_stride, first, first + number)
-    absolute = io.ordered_sum(sums + ABS * sums_stride, first, first + number)
-    squares = io.ordered_sum(sums + SQUARE * sums_stride, first, first + number)
+        n = io.ordered_sum(sums + NONZERO * stride, first, last)
+    absolute = io.ordered_sum(sums + ABS * stride, first, last)
+    squares = io.ordered_sum(sums + SQUARE * stride, first, last)
     s = rules.scale_of(absolute, squares, n, NORM)
-    tl.store(scale + j, s)
-    tl.store(sums + ERROR * sums_stride + first, rules.residual_square(absolute, squares, s, n))
+    tl.store(segments.measured + j, s)
+    tl.store(sums + ERROR * stride + first, rules.residual_square(absolute, squares, s, n))
     return s
 
 
@@ -157,21 +178,21 @@ def _tell_long(j, begin, end, s, to):
 
 
 @jit()
-def step_of(number, counter, COUNTS: tl.constexpr):
+def step_of(header):
     """Returns the step's number, counted up where it lies on the device."""
-    step = number
-    if counter is not None:
-        step = tl.load(counter)
-        if COUNTS:
+    step = header.number
+    if header.counter is not None:
+        step = tl.load(header.counter)
+        if header.COUNTS:
             step += 1
-            tl.store(counter, step)
+            tl.store(header.counter, step)
     return step
 
 
 @jit()
-def signal_of(sums, sums_stride, parts):
+def signal_of(segments, parts):
     """Returns the norm of what the scales leave, float32."""
-    error = io.ordered_sum(sums + ERROR * sums_stride, 0, parts)
+    error = io.ordered_sum(segments.sums + ERROR * segments.sums_stride, 0, parts)
     return tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32)
 
 
@@ -199,13 +220,11 @@ def _write_signal(words, words_stride, messages, norm):
         tl.store(words + w.to(tl.int64) * words_stride + SIGNAL, signal, mask=w < messages)
 
 
-@jit(do_not_specialize=("number", "tag", "told", "length"))
+@jit(do_not_specialize=("header_number", "header_tag", "header_flags", "coefficients_length"))
 def finish_kernel(
-    partials, partials_stride, segment, segment_start, single, singles, pieces, longs, count, sums, sums_stride,
-    tickets, scale, message_scales, message_scales_stride, words, words_stride, messages, blocks_per_message, number,
-    counter, tag, told, pending, digest, hold, group_rows, lr, group_of, tensors, steps, mean_sq, coef, moved,
-    moved_stride, length, parts,
-    COUNTS: tl.constexpr, NORM: tl.constexpr, TERNARY: tl.constexpr, WIDTH: tl.constexpr,
+    partials, partials_stride, segments, segment, message_scales, message_scales_stride, words, words_stride, messages,
+    blocks_per_message, header, digest, hold, coefficients, parts,
+    NORM: tl.constexpr, TERNARY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Scales from partial sums, in a fixed order, and headers.
 
@@ -217,57 +236,46 @@ def finish_kernel(
         held = tl.load(hold)
         if held == 0:
             to = segment, message_scales, message_scales_stride, blocks_per_message
-            groups = tl.cdiv(singles, LANES)
+            groups = tl.cdiv(segments.singles, LANES)
             if p < groups:
-                j, begin, end, longest, s = short_scales(
-                    p, single, singles, segment_start, partials, partials_stride, count, scale, sums, sums_stride,
-                    NORM, TERNARY,
-                )  # fmt: skip
+                j, begin, end, longest, s = short_scales(p, segments, partials, partials_stride, NORM, TERNARY)
                 _tell_shorts(j, begin, end, longest, s, to)
-            elif p < groups + longs:
-                all_there, j, first, pieces_of_it = sum_piece(
-                    p, groups, pieces, partials, partials_stride, sums, sums_stride, tickets, TERNARY
-                )
+            elif p < groups + segments.longs:
+                all_there, j, first, number = sum_piece(p, groups, segments, partials, partials_stride, TERNARY)
                 if all_there:
-                    begin = tl.load(segment_start + j)
-                    end = tl.load(segment_start + j + 1)
-                    s = long_scale(j, first, pieces_of_it, count, scale, sums, sums_stride, NORM, TERNARY)
-                    _tell_long(j, begin, end, s, to)
-        if io.is_last(tickets, parts):
-            step = step_of(number, counter, COUNTS)
-            flags = told | tl.load(pending)
+                    begin = tl.load(segments.start + j)
+                    end = tl.load(segments.start + j + 1)
+                    _tell_long(j, begin, end, long_scale(j, first, number, segments, NORM, TERNARY), to)
+        if io.is_last(segments.tickets, parts):
+            step = step_of(header)
+            flags = header.flags | tl.load(header.pending)
             if held == 0:
-                _write_signal(words, words_stride, messages, signal_of(sums, sums_stride, parts))
-            tl.store(pending, 0)
-            _write_headers(words, words_stride, messages, step, tag, flags, headers.fold(tl.load(digest)))
-    elif group_rows is not None:
-        table = steps, mean_sq, coef, moved, moved_stride, length
-        renew_kernel(p - parts, group_rows, lr, group_of, tensors, *table, WIDTH)
+                _write_signal(words, words_stride, messages, signal_of(segments, parts))
+            tl.store(header.pending, 0)
+            _write_headers(words, words_stride, messages, step, header.tag, flags, headers.fold(tl.load(digest)))
+    elif coefficients.groups is not None:
+        renew_kernel(p - parts, coefficients, WIDTH)
 
 
 @op(
     finish_kernel,
-    writes=("sums", "tickets", "scale", "message_scales", "words", "counter", "pending", "coef", "moved"),
+    writes=(
+        *("segments.measured", "segments.sums", "segments.tickets", "message_scales", "words"),
+        *("header.counter", "header.pending", "coefficients.table", "coefficients.moved"),
+    ),
     derive={
-        "singles": ("i32", lambda single: len(single)),
-        "longs": ("i32", lambda pieces: len(pieces)),
         "messages": ("i32", lambda words: len(words)),
         "blocks_per_message": ("i32", lambda segment, messages: len(segment) // messages),
         "TERNARY": ("constexpr", lambda partials: len(partials) > NONZERO),
-        "tensors": ("i32", lambda group_of: 0 if group_of is None else len(group_of)),
         "WIDTH": ("constexpr", lambda: WIDTH),
-        "parts": ("i32", lambda sums: sums.shape[1]),
-        "programs": ("i32", lambda parts, group_of: parts + programs_of(group_of)),
+        "parts": ("i32", lambda segments_sums: segments_sums.shape[1]),
+        "programs": ("i32", lambda parts, coefficients_group_of: parts + programs_of(coefficients_group_of)),
         "num_warps": ("i32", lambda: 1),  # whose lanes are added without a barrier
     },
 )
 def finish(
-    partials: Doubles, segment: Indices, segment_start: Table, single: Table, pieces: Table, count: Doubles, norm: int,
-    sums: Doubles, tickets: Table, scale: Floats, message_scales: Floats, words: Headers, number: int,
-    counter: Flag | None, counts: bool, tag: int, told: int, pending: Flag, digest: Counters, hold: Flag,
-    group_rows: Doubles | None = None, lr: Floats | None = None, group_of: Table | None = None,
-    steps: Doubles | None = None, mean_sq: Doubles | None = None, coef: Floats | None = None,
-    moved: Floats | None = None, length: int = 1,
+    partials: Doubles, segments: Segments, norm: int, segment: Indices, message_scales: Floats, words: Headers,
+    header: Header, digest: Counters, hold: Flag, coefficients: Coefficients | None = None,
 ) -> None:  # fmt: skip
     """Turns partial sums into scales, in a fixed order, and writes them where they travel from; and headers.
 
@@ -277,58 +285,52 @@ def finish(
 
     Args:
         partials: float64 [2, B], or [3, B] where ternary.
-        segment: int32 [B], the scale that each block shares; rising.
-        segment_start, single, pieces, sums, tickets: See ``Segments``; the last two are scratch.
-        count: float64 [segments], live elements of each.
+        segments: What is measured, and where scales are written.
         norm: One of ``SCALE_NORMS``' values.
-        scale: float32 [segments], written.
+        segment: int32 [B], the scale that each block shares; rising.
         message_scales: float32 [messages, slots], written: message k carries the scales of its
             B / messages blocks, in order; slots that it does not need stay as they are.
         words: int32 [messages, 8], headers of which STEP, DIGEST, TAG, FLAGS and SIGNAL are written: the last is the
             norm of what the scales leave.
-        number: STEP, an int32.
-        counter: Where STEP lies instead, int32 []; or None.
-        counts: Whether ``counter`` is one less, and to be counted up.
-        tag: TAG.
-        told: FLAGS of the host.
-        pending: int32 [1], more of them; 0 afterwards.
+        header: What is written there.
         digest: int64 [1], of which DIGEST is made: its halves combined.
         hold: int32 [1]; where set headers are written, but for SIGNAL, and nothing else.
-        group_rows, lr, group_of, steps, mean_sq: As for ``advance``, whose ``groups`` are the first.
-        coef: float32 [tensors, columns of ``Coef``], of which LR, STEP_SIZE, DECAY and UNBIAS1 are written, for the
-            step that is being taken; None: nothing is.
-        moved: As for ``advance``: this step is added. ``coef`` is then of the round: the mean STEP_SIZE of its
-            ``length`` steps, and the product of their DECAY.
+        coefficients: Renewed on the way; None: nothing is.
     """
-    if group_rows is not None and group_of is not None and steps is not None and coef is not None:
-        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef, moved, length)
-    step = torch.tensor(number, dtype=torch.int32) if counter is None else counter
-    if counter is not None and counts:
-        counter += 1
-    flags = pending | told
-    pending.zero_()
+    renew_plainly(coefficients)
+    step, flags = count_up(header)
     if not hold:
-        finish_segments(partials, Segments(segment_start, single, pieces, sums, tickets), count, norm, scale)
-        if len(count):
+        finish_segments(partials, segments, norm)
+        if len(segments.live):
             by_message = segment.view(len(words), -1)
             slot = by_message - by_message[:, :1]
             message = torch.arange(len(words), device=segment.device)[:, None]
-            message_scales[message, slot] = scale[segment].view_as(slot)
-        words[:, SIGNAL] = norm_left(sums).view(torch.int32)
-    for word, value in ((STEP, step), (DIGEST, headers.folded(digest)), (TAG, tag), (FLAGS, flags)):
+            message_scales[message, slot] = segments.measured[segment].view_as(slot)
+        words[:, SIGNAL] = norm_left(segments.sums).view(torch.int32)
+    for word, value in ((STEP, step), (DIGEST, headers.folded(digest)), (TAG, header.tag), (FLAGS, flags)):
         words[:, word] = value
 
 
-def finish_segments(partials: Tensor, work: Segments, count: Tensor, norm: int, scale: Tensor) -> None:
+def count_up(header: Header) -> tuple[Tensor, Tensor]:
+    """Return the step's number, counted up where it lies on the device, and all flags; none are pending then."""
+    step = torch.tensor(header.number, dtype=torch.int32) if header.counter is None else header.counter
+    if header.counter is not None and header.counts:
+        header.counter.add_(1)
+    flags = header.pending | header.flags
+    header.pending.zero_()
+    return step, flags
+
+
+def finish_segments(partials: Tensor, work: Segments, norm: int) -> None:
     """Make the scales, and leave what programs leave in ``sums``."""
-    sums, ternary = work.sums, len(partials) > NONZERO
+    scale, sums, ternary = work.measured, work.sums, len(partials) > NONZERO
     j = work.single.long()
     begin, length = work.start[j].long(), work.start[j + 1] - work.start[j]
     totals = torch.zeros(len(partials), len(j), dtype=torch.float64, device=partials.device)
     for k in range(int(length.max()) if len(j) else 0):
         inside = k < length
         totals += torch.where(inside, partials[:, torch.where(inside, begin + k, begin)], 0.0)
-    n = totals[NONZERO] if ternary else count[j]
+    n = totals[NONZERO] if ternary else work.live[j]
     scale[j] = rules.scale_of(totals[ABS], totals[SQUARE], n, norm)
     groups = -(-len(j) // LANES)
     left = rules.residual_square(totals[ABS], totals[SQUARE], scale[j], n)
@@ -339,7 +341,7 @@ def finish_segments(partials: Tensor, work: Segments, count: Tensor, norm: int, 
     for q, (segment, _, _, first, number) in enumerate(work.pieces.tolist()):
         if q == first:
             absolute, squares, *nonzero = ordered_sum(sums[: len(partials), groups + first :][:, :number])
-            n = nonzero[0] if ternary else count[segment]
+            n = nonzero[0] if ternary else work.live[segment]
             scale[segment] = rules.scale_of(absolute, squares, n, norm)
             sums[ERROR, groups + first] = rules.residual_square(absolute, squares, scale[segment], n)
 

@@ -10,7 +10,8 @@ from . import eager
 from . import user_tensors as users
 from .eager import gather, tiles
 from .jit import jit, tl
-from .op import AnyFloats, Bits, Derived, Floats, Sizes, Tensors, op
+from .nouns import AnyFloats, Bits, Derived, Floats, Sizes, Tensors
+from .op import op
 from .rules import LARGEST_GRADIENT
 
 TAIL = 8

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import rules
 from .eager import gather, only_live, square_sum, tiles
 from .jit import of
-from .op import Bits, Floats, Indices, PerElement, Sizes, Tensors, Variance
+from .nouns import Bits, Floats, Indices, PerElement, Sizes, Tensors, Variance
 from .rules import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
 
 

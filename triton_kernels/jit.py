@@ -75,6 +75,10 @@ class Deferred:
         """Returns the same function with other rules where it calls these names of its module."""
         return Deferred(self.function, self.eager, self._options, **rules)
 
+    def called_by(self, function: Callable[..., Any]) -> Deferred:
+        """Returns a function that calls this one as a kernel of the same options."""
+        return Deferred(function, self.eager, self._options)
+
     @property
     def triton(self) -> Any:
         """Returns the ``triton.jit`` function."""

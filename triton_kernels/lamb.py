@@ -18,7 +18,7 @@ from . import rules
 from . import user_tensors as users
 from .eager import gather, kept_values, moments, move, only_live, scaled, square_sum, tiles
 from .jit import jit, tl
-from .op import (
+from .nouns import (
     Bits,
     Counters,
     Derived,
@@ -33,8 +33,8 @@ from .op import (
     Sizes,
     Tensors,
     Variance,
-    op,
 )
+from .op import op
 from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE, UNIT
 from .update import forget_kernel, moments_kernel, moved_kernel, tell_kernel
 

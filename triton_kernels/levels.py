@@ -15,7 +15,8 @@ from . import user_tensors as users
 from .advance import plain_power, power
 from .eager import gather, only_live, tiles
 from .jit import jit, rule, tl
-from .op import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Table, Tensors, op
+from .nouns import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Table, Tensors
+from .op import op
 from .renewal import followed_level
 from .rules import BETA2, COLUMNS, LARGEST
 from .squares import random_signs, signed, store_sums

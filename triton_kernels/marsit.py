@@ -10,7 +10,8 @@ from . import headers, rules
 from . import user_tensors as users
 from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .op import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, PerElement, Sizes, Tensors, op
+from .nouns import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, PerElement, Sizes, Tensors
+from .op import op
 from .rules import ONE_MINUS_BETA1
 
 STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, headers.FLAGS, headers.SIGNAL

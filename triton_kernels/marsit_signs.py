@@ -17,7 +17,8 @@ from torch import Tensor
 from . import bit_rules
 from .bit_rules import GOLDEN, WORD
 from .jit import jit, tl
-from .op import Derived, Flag, Words, op
+from .nouns import Derived, Flag, Words
+from .op import op
 
 DIGITS = 32  # of a threshold: probabilities are multiples of 2^-32
 HEADER = 8  # words

@@ -5,7 +5,8 @@ To add an op, write in one file:
 1. the formulas, in ``rules``, if they are new;
 2. the kernel, ``@jit() def name_kernel(...)``, whose arguments are bound by name:
    - an argument of the op; None where the caller leaves an optional tensor out. Of ``Words`` it is the same memory as
-     32-bit words;
+     32-bit words. A noun is read by its fields, its bools in capitals; outside of kernels and eager functions, here in
+     ``derive`` and ``writes`` and in C, ``side.scale`` is ``side_scale``;
    - ``X_table``, of a list of tensors X the table of their addresses (``user_tensors.place_of``). No argument may be
      called ``params``, ``specialization`` or ``options``: Triton's launcher has variables of these names;
    - ``X_stride``, the first stride of tensor X, in its elements (of ``Words``, in quads of 16 bytes);
@@ -16,7 +17,8 @@ To add an op, write in one file:
      ``blocks``; ``num_warps`` is Triton's;
    - a float arrives in float32, as Python's times a float32 tensor counts in torch; where the eager function computes
      in float64 with it, the kernel's argument is annotated with ``tl.float64``;
-3. the eager op, which specifies it: ``@op(name_kernel, writes=(...))`` on a function with the annotations below;
+3. the eager op, which specifies it: ``@op(name_kernel, writes=(...))`` on a function with the annotations of
+   ``nouns``;
 4. if CPUs need it fast, ``KERNEL(name) {...}`` in one of ``native``'s C files: its arguments are those of the Triton
    kernel, printed from this declaration (``native.generate``), behind the range of programs;
 5. its name in ``__init__``, and its constants in ``benchmarks/audit_cases``.
@@ -35,7 +37,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Annotated, Any, NamedTuple, ParamSpec, get_args, get_type_hints
+from typing import Any, NamedTuple, ParamSpec
 from weakref import ref
 
 import torch
@@ -45,43 +47,14 @@ from torch.autograd import _profiler_enabled
 
 from . import native
 from .backends import chosen
+from .flattening import REQUIRED, Signature
 from .jit import Deferred, interpreting
 from .layout import BLOCK_SIZES
-from .native.generate import Parameter, Spec
+from .native.generate import Parameter
+from .nouns import Derived, stride
 from .tables import BlockTables, Listed, Pattern, block_tables, pointer_table
 
-Floats = Annotated[Tensor, Spec(torch.float32)]
-PerElement = Annotated[Tensor, Spec(torch.float32, "element")]
-"""float32 [P], or longer: one for each element of the flat index space."""
-PerBlock = Annotated[Tensor, Spec(torch.float32, "block")]
-"""float32 [B]: one for each block."""
-Variance = Annotated[Tensor, Spec(None, "element")]
-"""float32 or bfloat16 [P]."""
-Moment = Annotated[Tensor, Spec(None, "element", others=(torch.uint8,))]
-"""The same, or codes in uint8."""
-Correction = Annotated[Tensor, Spec(torch.int8, "element", others=(torch.int16,))]
-"""int8 or int16 [P]."""
-AnyFloats = Annotated[Tensor, Spec(None)]
-Doubles = Annotated[Tensor, Spec(torch.float64)]
-DoublePerBlock = Annotated[Tensor, Spec(torch.float64, "block")]
-Indices = Annotated[Tensor, Spec(torch.int32, "block")]
-"""int32 [B]."""
-Flag = Annotated[Tensor, Spec(torch.int32, dense=False)]
-"""int32 [1], or a column of words."""
-Table = Annotated[Tensor, Spec(torch.int32)]
-"""int32, as long as it needs to be."""
-Headers = Annotated[Tensor, Spec(torch.int32)]
-"""int32 [messages, 8], rows of words (``headers.Word``)."""
-Counters = Annotated[Tensor, Spec(torch.int64)]
-Bits = Annotated[Tensor, Spec(torch.uint8)]
-Words = Annotated[Tensor, Spec(torch.uint32)]
-"""uint8 of rows of a multiple of 16 bytes, on which kernels work as on 32-bit words."""
-Tensors = Sequence[Tensor]
-"""The users' tensors, of any float dtype, dense; empty is zeros."""
-Sizes = Sequence[int]
-
 NUM_WARPS = 4
-Derived = Mapping[str, tuple[str, Callable[..., Any]]]
 P = ParamSpec("P")
 
 
@@ -153,39 +126,21 @@ _MOST_PLANS = 256
 """Of an op: more than most runs have buckets, and few enough that none fills much memory."""
 
 
-class _Argument(NamedTuple):
-    """An argument of an op: its type in a schema, and what is known of a tensor."""
-
-    schema: str
-    spec: Spec | None
-
-
-_SCHEMAS = {int: "int", float: "float", bool: "bool", Tensors: "Tensor[]", Sizes: "SymInt[]"}
-
-
-def _argument(hint: Any) -> _Argument:
-    optional = type(None) in get_args(hint)
-    if optional:
-        hint = next(other for other in get_args(hint) if other is not type(None))
-    if hint in _SCHEMAS:
-        return _Argument(_SCHEMAS[hint], None)
-    return _Argument("Tensor?" if optional else "Tensor", hint.__metadata__[0])
-
-
 class Op:
     """What is derived from a declaration."""
 
     def __init__(self, eager: Callable[..., None], kernel: Deferred, writes: Sequence[str], derive: Derived):
-        self.name, self.eager, self.kernel = eager.__name__.lstrip("_"), eager, kernel
-        self.writes, self._derive = writes, derive
-        hints = get_type_hints(eager, include_extras=True)
-        given = inspect.signature(eager).parameters
-        self.arguments = {name: _argument(hints[name]) for name in given}
-        self._defaults = tuple(p.default for p in given.values() if p.default is not p.empty)
+        signature = Signature(eager)
+        self.name, self.kernel = eager.__name__.lstrip("_"), signature.kernel(kernel)
+        self.eager, self.signature, self.arguments = signature.regrouped(eager), signature, signature.slots
+        self.writes, self._derive = [name.replace(".", "_") for name in writes], derive
+        defaults = [slot.default for slot in self.arguments.values()]
+        required = max((i + 1 for i, default in enumerate(defaults) if default is REQUIRED), default=0)
+        self._defaults = tuple(defaults[required:])
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
         self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        declared = inspect.signature(kernel.function).parameters
+        declared = inspect.signature(self.kernel.function).parameters
         self._wide = {name for name, p in declared.items() if p.annotation == "tl.float64"}
         names = list(declared)
         self.parameters = [self._parameter(name) for name in names]
@@ -211,13 +166,12 @@ class Op:
     @property
     def schema(self) -> str:
         """Returns it as ``torch.library`` has it."""
-        texts = []
-        for name, parameter in inspect.signature(self.eager).parameters.items():
-            kind = self.arguments[name].schema
+        texts, defaulted = [], len(self.arguments) - len(self._defaults)
+        for i, (name, slot) in enumerate(self.arguments.items()):
+            kind = slot.schema
             if name in self.writes:
                 kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + self.writes.index(name))}!)")
-            default = "" if parameter.default is parameter.empty else f"={parameter.default}"
-            texts.append(f"{kind} {name}{default}")
+            texts.append(f"{kind} {name}" + (f"={slot.default}" if i >= defaulted else ""))
         return f"({', '.join(texts)}) -> ()"
 
     # ------------------------------------------------------------ binding
@@ -229,6 +183,9 @@ class Op:
         lower = name.lower()
         if name in self._derive:
             return self._computed(name, self._derive[name][1])
+        if name in self.signature.derived:
+            _, function, fields = self.signature.derived[name]
+            return self._computed(name, function, [self._key(field) for field in fields])
         if name == "device":
             given = [n for n, argument in self.arguments.items() if argument.schema == "Tensor"]
             return self._computed(name, lambda tensor: tensor.device, given[:1])
@@ -242,7 +199,7 @@ class Op:
         if name == "tensors":
             return self._computed(name, len, self._lists[:1])
         if name.endswith("_stride"):
-            return self._computed(name, _stride, [self._key(name.removesuffix("_stride"))])
+            return self._computed(name, stride, [self._key(name.removesuffix("_stride"))])
         if name in self.arguments:
             spec = self.arguments[name].spec
             if spec is not None and spec.dtype is torch.uint32:
@@ -266,18 +223,19 @@ class Op:
         return self._computed(f"{name}.pointers", pointer_table, needed)
 
     def _parameter(self, name: str) -> Parameter:
-        argument = self.arguments.get(name)
+        argument, spec, place = self.arguments.get(name), None, self.signature.places.get(name)
+        derived: Mapping[str, Sequence[Any]] = {**STANDARD, **self.signature.derived, **self._derive}
         if argument is not None and argument.spec is not None:
-            return Parameter(name, argument.spec.pointer, argument.spec, name in self.writes)
-        if name.removesuffix("_table") in self._lists:
-            return Parameter(name, "*i64")
-        if argument is not None:
-            number = "fp64" if name in self._wide else "fp32"
-            return Parameter(name, number if argument.schema == "float" else "i32")
-        derived = {**STANDARD, **self._derive}.get(name)
-        if derived is not None:
-            return Parameter(name, derived[0])
-        return Parameter(name, "constexpr" if name.isupper() else "i32")  # else a stride, or the number of tensors
+            kind, spec = argument.spec.pointer, argument.spec
+        elif name.removesuffix("_table") in self._lists:
+            kind = "*i64"
+        elif argument is not None and argument.schema == "float":
+            kind = "fp64" if name in self._wide else "fp32"
+        elif argument is None and name in derived:
+            kind = derived[name][0]
+        else:  # a constant, a number, a stride, or the number of tensors
+            kind = "constexpr" if name.isupper() else "i32"
+        return Parameter(name, kind, spec, name in self.writes, place)
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """Return the op's arguments and all that the kernel needs of them, by name."""
@@ -395,12 +353,6 @@ def _narrowed(value: Any, kind: str) -> Any:
     return ctypes.c_float(value).value if kind == "fp32" else value
 
 
-def _stride(tensor: Tensor | None) -> int:
-    if tensor is None or not tensor.dim():
-        return 0
-    return tensor.stride(0) // 4 if tensor.dtype is torch.uint32 else tensor.stride(0)
-
-
 def _words(bits: Tensor) -> Tensor:
     """uint8 [n, 4 m] as uint32 [n, m], the same memory."""
     words = bits.view(torch.uint32)
@@ -438,10 +390,11 @@ def op(
 
         @wraps(eager)
         def call(*arguments: P.args, **named: P.kwargs) -> None:
-            if not named and declared.is_direct(arguments):
-                declared.run(*arguments)
+            flat = declared.signature.bound(arguments, named) if named else declared.signature.flat(arguments)
+            if declared.is_direct(flat):
+                declared.run(*flat)
             else:
-                overload(*arguments, **named)
+                overload(*flat)
 
         return call
 

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from . import block_io as io
-from . import headers, rules
+from . import headers
 from .finish import ordered_sum
 from .jit import jit, tl
-from .op import Doubles, Flag, Floats, Indices, PerBlock, Table, op
-from .receive import squares_of, zero
-from .rules import UNBIAS1
+from .limit import judged, squares_by_block, squares_of, verdict
+from .nouns import Doubles, Flag, Floats, Limit, PerBlock, Table
+from .op import op
+from .receive import zero
 
-KNOWN, VETO = headers.KNOWN, headers.VETO
+KNOWN = headers.KNOWN
 LANES = io.SUM_LANES  # blocks, or parts, at a time
 SPAN = 2048  # blocks of a program
 
@@ -43,27 +44,24 @@ def _skip(found, parts, flags, scale, blocks, kept, kept_blocks):
 
 @jit()
 def close_parts_kernel(
-    found, parts, scale, kept, flags, ticket, coef, block_tensor, weight, limit, norm, squares, blocks, kept_blocks,
-    programs,
+    found, parts, scale, kept, flags, ticket, limit, squares, blocks, kept_blocks, programs,
 ):  # fmt: skip
     """Grid: spans of SPAN blocks where there is a limit, else 1. Bytes per block: where there is a limit 16 in."""
     p = tl.program_id(0).to(tl.int64)
     all_flags = _union(found, parts)
-    if limit is not None:
+    if limit.largest is not None:
         square = tl.zeros([LANES], tl.float64)
         end = tl.minimum((p + 1) * SPAN, blocks)
         for begin in range(p * SPAN, end, LANES):
             b = begin + tl.arange(0, LANES)
             s = tl.load(scale + b, mask=b < end, other=0.0)
-            square += squares_of(s, b, b < end, coef, block_tensor, weight)
+            square += squares_of(s, b, b < end, limit)
         tl.store(squares + p, io.tree_sum(square))
     if io.is_last(ticket, programs):
-        if limit is not None:
+        if limit.largest is not None:
             size = tl.sqrt(io.ordered_sum(squares, 0, programs))
             size = tl.where(all_flags == 0, size, 0.0)  # else there is no update
-            tl.store(norm, size)
-            if not size <= tl.load(limit):
-                all_flags |= VETO
+            all_flags |= verdict(size, limit)
         if all_flags != 0:
             _skip(found, parts, all_flags, scale, blocks // parts, kept, kept_blocks // parts)
         tl.store(flags, all_flags)
@@ -76,19 +74,18 @@ def programs_of(scale: Tensor) -> int:
 
 @op(
     close_parts_kernel,
-    writes=("found", "scale", "kept", "flags", "ticket", "norm", "squares"),
+    writes=("found", "scale", "kept", "flags", "ticket", "limit.norm", "squares"),
     derive={
         "parts": ("i32", lambda found: len(found)),
         "blocks": ("i32", lambda scale: len(scale)),
         "kept_blocks": ("i32", lambda kept: kept.numel()),
-        "programs": ("i32", lambda scale, limit: 1 if limit is None else programs_of(scale)),
+        "programs": ("i32", lambda scale, limit_largest: 1 if limit_largest is None else programs_of(scale)),
         "num_warps": ("i32", lambda: 1),
     },
 )
 def close_parts(
-    found: Table, scale: PerBlock, kept: Floats, flags: Flag, ticket: Flag, coef: Floats | None,
-    block_tensor: Indices | None, weight: PerBlock | None, limit: Doubles | None, norm: Doubles | None,
-    squares: Doubles | None,
+    found: Table, scale: PerBlock, kept: Floats, flags: Flag, ticket: Flag, limit: Limit | None = None,
+    squares: Doubles | None = None,
 ) -> None:  # fmt: skip
     """Skips all parts of a step where any was, or where together they are an update beyond the limit, or no number.
 
@@ -100,17 +97,15 @@ def close_parts(
         kept: float32 [n], scales of what the side that made the result has kept, in parts likewise; zero with it.
         flags: int32 [1], written: those of all, and VETO where the update is refused.
         ticket: int32 [1], 0; scratch.
-        coef, block_tensor, weight, limit, norm: See ``receive``; norm is 0 where there is no update.
+        limit: See ``receive``; its norm is 0 where there is no update.
         squares: float64 [``programs_of``]; scratch.
     """
     flags.copy_(headers.union(found))
-    if limit is not None and coef is not None and weight is not None and norm is not None and squares is not None:
-        assert block_tensor is not None
-        square = rules.update_square(scale.double(), coef[:, UNBIAS1].double()[block_tensor], weight.double())
+    if limit is not None and squares is not None:
+        square = squares_by_block(scale, limit)
         padded = torch.nn.functional.pad(square, (0, len(squares) * SPAN - len(square)))
         squares.copy_(ordered_sum(padded.view(len(squares), SPAN)))
-        norm.copy_(torch.where(flags[0] == 0, ordered_sum(squares).sqrt(), 0.0))
-        flags |= (~(norm <= limit)).int() * int(VETO)
+        flags |= judged(torch.where(flags[0] == 0, ordered_sum(squares).sqrt(), 0.0), limit)
     stays = (found != 0) | (flags == 0)
     for each in (scale, kept):
         by_part = each.view(len(found), -1)

@@ -9,7 +9,8 @@ from . import block_io as io
 from . import headers, rules
 from .eager import compress, keep, kept_values, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
-from .op import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, Moment, PerBlock, op
+from .nouns import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, Moment, PerBlock
+from .op import op
 
 SIGN = 0x80000000  # of a float32's bits
 STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, headers.FLAGS, headers.SIGNAL

@@ -10,7 +10,8 @@ from .advance import plain_power, power
 from .codes import coded, decode, decoded, keep_nearest, load_codes, store_codes
 from .eager import kept_values, nearest, only_live, scaled, tiles
 from .jit import jit, rule, tl
-from .op import Bits, Doubles, Flag, Floats, Indices, Moment, PerBlock, Table, op
+from .nouns import Bits, Doubles, Flag, Floats, Indices, Moment, PerBlock, Table
+from .op import op
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
 from .squares import ALIVE, PROJECTED, TOTAL
 

@@ -8,7 +8,8 @@ from . import block_io as io
 from . import headers, rules
 from .headers import Word
 from .jit import jit, tl
-from .op import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, op
+from .nouns import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock
+from .op import op
 from .receive import sum_span
 
 FLAGS = headers.FLAGS

@@ -14,7 +14,8 @@ from . import user_tensors as users
 from .eager import gather, square_sum, tiles
 from .finish import PIECE, ordered_sum
 from .jit import jit, tl
-from .op import Counters, DoublePerBlock, Doubles, Flag, Floats, Sizes, Table, Tensors, op
+from .nouns import Counters, DoublePerBlock, Doubles, Flag, Floats, Sizes, Table, Tensors
+from .op import op
 from .rules import COLUMNS, GRAD_LIMIT, ONE_MINUS_BETA1, ONE_MINUS_BETA2
 
 FOUND, NORM, EARLIER = 0, 1, 2  # of what is told

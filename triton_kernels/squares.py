@@ -22,7 +22,8 @@ from . import user_tensors as users
 from .codes import decode, decoded, encode, load_codes, store_codes
 from .eager import gather, kept_values, only_live, square_sum, tiles
 from .jit import jit, tl
-from .op import Bits, Counters, Floats, Indices, Moment, Sizes, Tensors, op
+from .nouns import Bits, Counters, Floats, Indices, Moment, Sizes, Tensors
+from .op import op
 from .rules import LARGEST
 
 TOTAL, ALIVE, PROJECTED = 0, 1, 2  # rows of a server's sums by block

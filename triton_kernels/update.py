@@ -10,7 +10,7 @@ from . import user_tensors as users
 from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
 from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
-from .op import (
+from .nouns import (
     Bits,
     Correction,
     Counters,
@@ -26,8 +26,8 @@ from .op import (
     Table,
     Tensors,
     Variance,
-    op,
 )
+from .op import op
 
 
 @jit()

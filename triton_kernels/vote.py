@@ -14,7 +14,8 @@ from . import user_tensors as users
 from .eager import gather, live_mask, only_live, pack, random_bits, tiles
 from .jit import Deferred, jit, tl
 from .native.generate import instance
-from .op import Bits, Counters, Derived, Flag, Floats, Indices, PerElement, Sizes, Tensors, op
+from .nouns import Bits, Counters, Derived, Flag, Floats, Indices, PerElement, Sizes, Tensors
+from .op import op
 
 RULE = rules.momentum  # each op binds its own
 TIE_BREAKER = 0.5

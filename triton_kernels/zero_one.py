@@ -10,7 +10,8 @@ from . import user_tensors as users
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import gather, live_mask, only_live, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .op import Bits, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Table, Tensors, op
+from .nouns import Bits, Coefficients, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors
+from .op import op
 from .rules import BETA1
 
 
@@ -184,8 +185,8 @@ def local_step(
 
 @jit()
 def rebuild_momentum_kernel(
-    exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, summed, awaited, exp_avg_sq, coef, block_tensor, live, live_row,
-    exp_avg, sent, group_rows, lr, group_of, tensors, steps, mean_sq, blocks, blocks_per_chunk,
+    exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, summed, awaited, exp_avg_sq, coefficients, block_tensor, live,
+    live_row, exp_avg, sent, blocks, blocks_per_chunk,
     EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks, and behind them, where coefficients are renewed, ceil(tensors / WIDTH).
@@ -193,8 +194,8 @@ def rebuild_momentum_kernel(
     Bytes per element: 4 for m, 1/8 for bits, 4 for v, if any.
     """
     b = tl.program_id(0).to(tl.int64)
-    if group_rows is not None and b >= blocks:
-        renew_kernel(b - blocks, group_rows, lr, group_of, tensors, steps, mean_sq, coef, None, 0, 1, WIDTH)
+    if coefficients.groups is not None and b >= blocks:
+        renew_kernel(b - blocks, coefficients, WIDTH)
         return
     i = io.elements(BLOCK_SIZE)
     row = tl.load(live_row + b)
@@ -208,7 +209,7 @@ def rebuild_momentum_kernel(
     else:
         byte = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         signs = tl.load(byte)
-        t, k = io.tensor_of(b, block_tensor, coef)
+        t, k = io.tensor_of(b, block_tensor, coefficients.table)
         scale = whole
         if summed is not None:
             scale = tl.div_rn(whole, tl.load(summed + t))
@@ -222,19 +223,16 @@ def rebuild_momentum_kernel(
 
 @op(
     rebuild_momentum_kernel,
-    writes=("exp_avg_scale", "exp_avg", "sent", "coef"),
+    writes=("exp_avg_scale", "exp_avg", "sent", "coefficients.table", "coefficients.moved"),
     derive={
-        "tensors": ("i32", lambda group_of: 0 if group_of is None else len(group_of)),
-        "programs": ("i32", lambda blocks, group_of: blocks + programs_of(group_of)),
+        "programs": ("i32", lambda blocks, coefficients_group_of: blocks + programs_of(coefficients_group_of)),
         "WIDTH": ("constexpr", lambda: WIDTH),
     },
 )
 def rebuild_momentum(
     sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, summed: Floats | None,
-    awaited: Doubles | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices,
-    live: Bits, live_row: Indices, exp_avg: PerElement, sent: PerBlock, group_rows: Doubles | None = None,
-    lr: Floats | None = None, group_of: Table | None = None, steps: Doubles | None = None,
-    mean_sq: Doubles | None = None,
+    awaited: Doubles | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coefficients: Coefficients,
+    block_tensor: Indices, live: Bits, live_row: Indices, exp_avg: PerElement, sent: PerBlock,
 ) -> None:  # fmt: skip
     """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale/summed*sign(bits) * denom.
 
@@ -246,14 +244,14 @@ def rebuild_momentum(
         summed: float32 [tensors]: steps that the buffer sums; None: one.
         awaited: float64 [tensors]: the mean of v, where what has none gets no momentum; or None.
         exp_avg_sq: v, float32 [P], or None: then without denom.
+        coefficients: Renewed on the way where they have ``groups``; this op reads no column that is written then.
         live, live_row: The active mask: elements that count; others get 0.
         exp_avg: m, float32 [>= P], written.
         sent: float32 [B], written: ``exp_avg_scale`` as it was.
-        group_rows, lr, group_of, steps, mean_sq: As of ``finish``: with them LR, STEP_SIZE, DECAY and UNBIAS1 of
-            ``coef`` are written, for the step that is being taken; this op reads none of these.
     """
-    if group_rows is not None and group_of is not None and steps is not None:
-        renew_plainly(group_rows, lr, group_of, steps, mean_sq, coef, None, 1)
+    renew_plainly(coefficients)
+    coef = coefficients.table
+    assert coef is not None
     sent.copy_(exp_avg_scale)
     exp_avg_scale.zero_()
     scale, owner = sent, block_tensor.long()

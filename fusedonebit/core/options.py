@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm import Flag
 from ..triton_kernels import LARGEST_GRADIENT, Coef, advance
+from ..triton_kernels.nouns import Coefficients
 from ..triton_kernels.tables import capturing
 from .telemetry import upload, upload_into
 
@@ -251,14 +252,14 @@ class CoefficientTable:
         """Make the table anew when it is next asked for: a kernel has changed what it is made of, which nobody sees."""
         self._versions = None
 
-    def renewal(self) -> tuple[Tensor | int | None, ...]:
-        """Return the last arguments of the op ``finish``, with which it renews the table; () where it shall not."""
+    def renewal(self) -> Coefficients | None:
+        """Return the table with what launches on the way renew it by; None where they shall not."""
         if not self.renews:
-            return ()
+            return None
         assert self._made is not None
         moved, _, length = self._round
         made = self._made.steps, self._made.mean_sq, self._table
-        return self._rows, self.lr, self._group_of, *made, *(() if moved is None else (moved, length))
+        return Coefficients(self._rows, self.lr, self._group_of, *made, moved, length)
 
     def count(self, absent: Tensor | None, *counters: Tensor | None) -> tuple[Any, ...]:
         """Return the last arguments of the op ``apply_momentum``, with which it counts the step, and note that."""

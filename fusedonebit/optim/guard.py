@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm import Limit
+from ..triton_kernels.nouns import Limit
 
 LIMIT = 10.0
 """Times the norm of the last uncompressed update that a compressed one may be at most."""
@@ -83,9 +83,9 @@ class DivergenceGuard:
         self.reference.fill_(reference)
         self.limit.fill_(limit)
 
-    def limit_of(self, coef: Tensor) -> Limit:
+    def limit_of(self, coef: Tensor, block_tensor: Tensor) -> Limit:
         """Return what the reducer refuses by; ``coef`` float32 [tensors, columns of ``Coef``] is the step's."""
-        return Limit(coef, self._root, self.limit, self.norm)
+        return Limit(coef, block_tensor, self._root, self.limit, self.norm)
 
     def describe(self, rewarms: bool, steps: int, lives: bool) -> str:
         """Say why an update was refused and what follows; wait for the device."""

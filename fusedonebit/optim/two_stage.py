@@ -62,7 +62,7 @@ class OneBitOptimizer(TwoStageState):
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """See ``CompressingOptimizer``. The guard refuses an update that is far too large."""
         if self.options.guard != "off":
-            told = told._replace(limit=self._guard.limit_of(coef))
+            told = told._replace(limit=self._guard.limit_of(coef, self._block_tensor))
         still = super()._synchronise(compress, told, coef)
         if self.living is not None and self._tells:
             self.living.share(self)

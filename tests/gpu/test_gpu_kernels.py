@@ -44,6 +44,8 @@ RATIO_WAYS = [
 def to(device: torch.device, argument: Any) -> Any:
     if isinstance(argument, list):
         return [to(device, a) for a in argument]
+    if hasattr(argument, "_fields"):
+        return argument._make(to(device, a) for a in argument)
     return argument.to(device, copy=True) if isinstance(argument, Tensor) else argument
 
 

@@ -45,23 +45,21 @@ static inline void add_up(float *moved, int64_t stride, int64_t t, const float *
 }
 
 /* Makes LR, STEP_SIZE, DECAY and UNBIAS1 of width tensors anew; where moved, for all steps of the round. */
-static inline void renew(int64_t p, const double *groups, const float *lr, const int32_t *group_of, int64_t tensors,
-                         const double *steps, const double *mean_sq, float *coef, float *moved, int64_t stride,
-                         int64_t length, int64_t width)
+static inline void renew(int64_t p, struct Coefficients of, int64_t width)
 {
-    for (int64_t t = p * width; t < tensors && t < (p + 1) * width; t++) {
-        const double *row = groups + group_of[t] * GROUP_COLUMNS;
-        float *k = coef + t * COLUMNS;
-        double rate = lr ? lr[group_of[t]] : row[LR];
-        struct coefficients each = coefficients(rate, row[WEIGHT_DECAY], power(row[CORRECTION1], steps[t] + 1), 0);
+    for (int64_t t = p * width; t < of.tensors && t < (p + 1) * width; t++) {
+        const double *row = of.groups + of.group_of[t] * GROUP_COLUMNS;
+        float *k = of.table + t * COLUMNS;
+        double rate = of.lr ? of.lr[of.group_of[t]] : row[LR];
+        struct coefficients each = coefficients(rate, row[WEIGHT_DECAY], power(row[CORRECTION1], of.steps[t] + 1), 0);
         k[LR] = rate;
-        k[STEP_SIZE] = mean_sq ? seen(each.x0, mean_sq[t]) : each.x0;
+        k[STEP_SIZE] = of.mean_sq ? seen(each.x0, of.mean_sq[t]) : each.x0;
         k[DECAY] = each.x1;
         k[UNBIAS1] = each.x3;
-        if (!moved)
+        if (!of.moved)
             continue;
-        add_up(moved, stride, t, k, 0);
-        k[STEP_SIZE] = moved[t] / (float)length;
-        k[DECAY] = moved[stride + t];
+        add_up(of.moved, of.moved_stride, t, k, 0);
+        k[STEP_SIZE] = of.moved[t] / (float)of.length;
+        k[DECAY] = of.moved[of.moved_stride + t];
     }
 }

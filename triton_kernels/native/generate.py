@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, Literal, NamedTuple
@@ -48,6 +49,14 @@ class Spec(NamedTuple):
         return _TYPES[self.dtype or torch.float32][0]
 
 
+class Place(NamedTuple):
+    """Where a kernel finds what is a field of a noun: in which argument, of which type, and under which name there."""
+
+    argument: str
+    noun: str
+    field: str
+
+
 class Parameter(NamedTuple):
     """An argument of a kernel: its type as Triton's signatures have it, ``constexpr``, or a pointer, ``*fp32``."""
 
@@ -55,6 +64,7 @@ class Parameter(NamedTuple):
     kind: str
     spec: Spec | None = None
     written: bool = False
+    place: Place | None = None
 
     @property
     def several(self) -> bool:
@@ -62,13 +72,46 @@ class Parameter(NamedTuple):
         return self.spec is not None and len(self.spec.dtypes) > 1
 
     @property
-    def in_c(self) -> str:
-        """Returns it as a C function declares it."""
+    def in_c(self) -> list[str]:
+        """Returns it as C declares it; a noun's fields may be written, by any kernel that gets it."""
+        const = "" if self.written or self.place else "const "
         if self.several:
-            return f"{'' if self.written else 'const '}void *{self.name}, int64_t {self.name}_kind"
+            return [f"{const}void *{self.named}", f"int64_t {self.named}_kind"]
         if self.kind.startswith("*"):
-            return f"{'' if self.written else 'const '}{dict(_TYPES.values())[self.kind]} *{self.name}"
-        return f"{_NUMBERS.get(self.kind, 'int64_t')} {self.name}"
+            return [f"{const}{dict(_TYPES.values())[self.kind]} *{self.named}"]
+        return [f"{_NUMBERS.get(self.kind, 'int64_t')} {self.named}"]
+
+    @property
+    def named(self) -> str:
+        """Returns what C calls it, in a noun by its field's name."""
+        return self.place.field if self.place else self.name
+
+
+def _arguments(parameters: Sequence[Parameter], value: str = "") -> str:
+    """Returns a kernel's arguments as C declares them, or, with a prefix of what is given, as they are handed over."""
+    texts = []
+    for place, group in itertools.groupby(parameters, lambda p: p.place and (p.place.argument, p.place.noun)):
+        each = list(group)
+        given = [f"{value}{n}" for p in each for n in ((p.name, f"{p.name}_kind") if p.several else (p.name,))]
+        if place is None:
+            texts += given if value else [text for p in each for text in p.in_c]
+        elif value:
+            texts.append(f"(struct {place[1]}){{{', '.join(given)}}}")
+        else:
+            texts.append(f"struct {place[1]} {place[0]}")
+    return ", ".join(texts)
+
+
+def _nouns(kernels: Iterable[Sequence[Parameter]]) -> Iterator[str]:
+    """Prints each noun as a struct."""
+    known: dict[str, str] = {}
+    for parameters in kernels:
+        for place, group in itertools.groupby(parameters, lambda p: p.place and (p.place.argument, p.place.noun)):
+            if place is not None:
+                fields = "; ".join(text for p in group for text in p.in_c)
+                assert known.setdefault(place[1], fields) == fields, f"{place[1]} has other fields in another kernel"
+    for name, fields in known.items():
+        yield f"struct {name} {{ {fields}; }};"
 
 
 def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
@@ -87,8 +130,9 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
         *_rules(inspect.getsource(rules)),
         *_rules(inspect.getsource(bit_rules)),
     ]
+    lines += _nouns(kernels.values())
     for name, parameters in kernels.items():
-        lines.append(f"#define {name}_ARGUMENTS {', '.join(parameter.in_c for parameter in parameters)}")
+        lines.append(f"#define {name}_ARGUMENTS {_arguments(parameters)}")
     return "\n".join(lines) + "\n"
 
 
@@ -113,26 +157,27 @@ def on_threads(kernels: Mapping[str, Sequence[Parameter]]) -> str:
     """Returns a C file with ``NAME_on_threads`` for each kernel: behind threads and wanted programs, its arguments."""
     functions = [_THREADS]
     for name, parameters in kernels.items():
-        fields = "; ".join(parameter.in_c.replace(", ", "; ") for parameter in parameters)
+        flat = [parameter._replace(place=None, written=True) for parameter in parameters]
+        declared = [text for parameter in flat for text in parameter.in_c]
         names = [n for p in parameters for n in ((p.name, f"{p.name}_kind") if p.several else (p.name,))]
         functions.append(
             f"""
 KERNEL({name});
 
-struct {name}_given {{ int64_t wanted; {fields}; }};
+struct {name}_given {{ int64_t wanted; {"; ".join(declared)}; }};
 
 static void {name}_part(void *given)
 {{
     const struct {name}_given *g = given;
     int64_t i = thread(), n = team();
-    {name}(g->wanted * i / n, g->wanted * (i + 1) / n, {", ".join(f"g->{each}" for each in names)});
+    {name}(g->wanted * i / n, g->wanted * (i + 1) / n, {_arguments(parameters, "g->")});
 }}
 
-void {name}_on_threads(int64_t threads, int64_t wanted, {name}_ARGUMENTS)
+void {name}_on_threads(int64_t threads, int64_t wanted, {", ".join(declared)})
 {{
-    struct {name}_given given = {{wanted, {", ".join(names)}}};
+    struct {name}_given given = {{wanted, {", ".join(names)}}}, *g = &given;
     if (threads < 2)
-        {name}(0, wanted, {", ".join(names)});
+        {name}(0, wanted, {_arguments(parameters, "g->")});
     else
         parallel({name}_part, &given, threads, 0);
 }}

@@ -20,10 +20,10 @@ struct segment {
 };
 
 /* A short segment, from its blocks. */
-static struct segment short_segment(int64_t j, const int32_t *start, const double *partials, int64_t stride,
-                                    const double *count, int64_t ternary)
+static struct segment short_segment(int64_t j, struct Segments of, const double *partials, int64_t stride,
+                                    int64_t ternary)
 {
-    struct segment s = {j, start[j], start[j + 1], 0, 0, ternary ? 0 : count[j]};
+    struct segment s = {j, of.start[j], of.start[j + 1], 0, 0, ternary ? 0 : of.live[j]};
     for (int64_t b = s.begin; b < s.end; b++) {
         s.absolute += partials[b];
         s.squares += partials[SQUARE * stride + b];
@@ -34,166 +34,167 @@ static struct segment short_segment(int64_t j, const int32_t *start, const doubl
 }
 
 /* Sums a piece of a segment, for program p of which the first such is groups; whether all of its pieces are there. */
-static int add_piece(const int32_t *piece, int64_t p, const double *partials, int64_t partials_stride, double *sums,
-                     int64_t sums_stride, int32_t *tickets, int64_t ternary)
+static int add_piece(const int32_t *piece, int64_t p, struct Segments of, const double *partials, int64_t stride,
+                     int64_t ternary)
 {
     for (int row = 0; row < 2 + ternary; row++)
-        sums[row * sums_stride + p] = ordered_sum(partials + row * partials_stride, piece[1], piece[2]);
-    return is_last(tickets + 1 + piece[3], piece[4]);
+        of.sums[row * of.sums_stride + p] = ordered_sum(partials + row * stride, piece[1], piece[2]);
+    return is_last(of.tickets + 1 + piece[3], piece[4]);
 }
 
 /* A long segment, from the sums of its pieces, the first of which program `first` has made. */
-static struct segment long_segment(const int32_t *piece, int64_t first, const int32_t *start, const double *sums,
-                                   int64_t stride, const double *count, int64_t ternary)
+static struct segment long_segment(const int32_t *piece, int64_t first, struct Segments of, int64_t ternary)
 {
     int64_t j = piece[0], last = first + piece[4];
     return (struct segment){
-        j, start[j], start[j + 1], ordered_sum(sums + ABS * stride, first, last),
-        ordered_sum(sums + SQUARE * stride, first, last),
-        ternary ? ordered_sum(sums + NONZERO * stride, first, last) : count[j]};
+        j, of.start[j], of.start[j + 1], ordered_sum(of.sums + ABS * of.sums_stride, first, last),
+        ordered_sum(of.sums + SQUARE * of.sums_stride, first, last),
+        ternary ? ordered_sum(of.sums + NONZERO * of.sums_stride, first, last) : of.live[j]};
+}
+
+/* Makes and stores a segment's scale; the square of what it leaves goes where it is wanted. */
+static float measure(struct segment s, struct Segments of, int64_t norm, double *error)
+{
+    float scale = of.measured[s.number] = scale_of(s.absolute, s.squares, s.n, norm);
+    *error = residual_square(s.absolute, s.squares, scale, s.n);
+    return scale;
 }
 
 /* The norm of what the scales leave. */
-static float norm_left(const double *sums, int64_t stride, int64_t parts)
+static float norm_left(struct Segments of, int64_t parts)
 {
-    double error = ordered_sum(sums + ERROR * stride, 0, parts);
+    double error = ordered_sum(of.sums + ERROR * of.sums_stride, 0, parts);
     return sqrt(error > 0 ? error : 0);
+}
+
+/* The step's number, counted up where it lies elsewhere. */
+static int32_t counted_step(struct Header header)
+{
+    int32_t step = header.counter ? *header.counter + header.COUNTS : header.number;
+    if (header.counter && header.COUNTS)
+        *header.counter = step;
+    return step;
 }
 
 KERNEL(finish)
 {
-    int64_t groups = (singles + SUM_LANES - 1) / SUM_LANES;
+    int64_t groups = (segments.singles + SUM_LANES - 1) / SUM_LANES;
     for (int64_t p = begin; p < end; p++) {
         if (p >= parts) {
-            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, moved, moved_stride, length,
-                  WIDTH);
+            renew(p - parts, coefficients, WIDTH);
             continue;
         }
         if (!*hold && p < groups) {
             double error[SUM_LANES] = {0};
-            for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
-                struct segment s = short_segment(single[p * SUM_LANES + l], segment_start, partials, partials_stride,
-                                                 count, TERNARY);
-                scale[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
-                error[l] = residual_square(s.absolute, s.squares, scale[s.number], s.n);
-                tell(s.number, s.begin, s.end, scale[s.number], segment, message_scales, message_scales_stride,
-                     blocks_per_message);
+            for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < segments.singles; l++) {
+                int64_t j = segments.single[p * SUM_LANES + l];
+                struct segment s = short_segment(j, segments, partials, partials_stride, TERNARY);
+                float scale = measure(s, segments, NORM, error + l);
+                tell(j, s.begin, s.end, scale, segment, message_scales, message_scales_stride, blocks_per_message);
             }
-            sums[ERROR * sums_stride + p] = tree_sum(error);
-        } else if (!*hold && p < groups + longs) {
-            const int32_t *piece = pieces + (p - groups) * OF_A_PIECE;
-            if (add_piece(piece, p, partials, partials_stride, sums, sums_stride, tickets, TERNARY)) {
+            segments.sums[ERROR * segments.sums_stride + p] = tree_sum(error);
+        } else if (!*hold && p < groups + segments.longs) {
+            const int32_t *piece = segments.pieces + (p - groups) * OF_A_PIECE;
+            if (add_piece(piece, p, segments, partials, partials_stride, TERNARY)) {
                 int64_t first = groups + piece[3];
-                struct segment s = long_segment(piece, first, segment_start, sums, sums_stride, count, TERNARY);
-                scale[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
-                sums[ERROR * sums_stride + first] = residual_square(s.absolute, s.squares, scale[s.number], s.n);
-                tell(s.number, s.begin, s.end, scale[s.number], segment, message_scales, message_scales_stride,
+                struct segment s = long_segment(piece, first, segments, TERNARY);
+                float scale = measure(s, segments, NORM, segments.sums + ERROR * segments.sums_stride + first);
+                tell(s.number, s.begin, s.end, scale, segment, message_scales, message_scales_stride,
                      blocks_per_message);
             }
         }
-        if (!is_last(tickets, parts))
+        if (!is_last(segments.tickets, parts))
             continue;
-        int32_t step = counter ? *counter + COUNTS : number, flags = told | *pending;
-        *pending = 0;
-        if (counter && COUNTS)
-            *counter = step;
-        float signal = *hold ? 0 : norm_left(sums, sums_stride, parts);
+        int32_t step = counted_step(header), flags = header.flags | *header.pending;
+        *header.pending = 0;
+        float signal = *hold ? 0 : norm_left(segments, parts);
         for (int64_t w = 0; w < messages; w++) {
-            int32_t *header = words + w * words_stride;
-            header[STEP] = step;
-            header[DIGEST] = folded(*digest);
-            header[TAG] = tag;
-            header[FLAGS] = flags;
+            int32_t *message = words + w * words_stride;
+            message[STEP] = step;
+            message[DIGEST] = folded(*digest);
+            message[TAG] = header.tag;
+            message[FLAGS] = flags;
             if (!*hold)
-                memcpy(header + SIGNAL, &signal, sizeof signal);
+                memcpy(message + SIGNAL, &signal, sizeof signal);
         }
     }
 }
 
-struct of_update {
-    const int32_t *block_tensor;
-    const float *weight; /* or NULL */
-    const double *groups;
-    const int32_t *group_of;
-    const double *steps;
-    const float *coef;
-};
-
 /* UNBIAS1 of a tensor in the step that is being taken: other programs of the launch are only writing it. */
-static double unbias_of(const struct of_update *u, int64_t t)
+static double unbias_of(struct Coefficients of, int64_t t)
 {
-    if (!u->groups)
-        return u->coef[t * COLUMNS + UNBIAS1];
-    double beta = u->groups[u->group_of[t] * GROUP_COLUMNS + CORRECTION1];
-    return (float)coefficients(0, 0, power(beta, u->steps[t] + 1), 0).x3;
+    if (!of.groups)
+        return of.table[t * COLUMNS + UNBIAS1];
+    double beta = of.groups[of.group_of[t] * GROUP_COLUMNS + CORRECTION1];
+    return (float)coefficients(0, 0, power(beta, of.steps[t] + 1), 0).x3;
 }
 
+/* Where scales of blocks go. */
+struct blocks {
+    float *scale, *worker_scale, *worker_settled;
+};
+
 /* Hands a segment's scale to its blocks, and adds to `width` lanes what they add to the update's norm. */
-static void hand_out(struct segment s, float size, float *scale, float *worker_scale, float *worker_settled,
-                     const struct of_update *u, double *lanes, int64_t width)
+static void hand_out(struct segment s, float size, struct blocks to, struct Limit limit, struct Coefficients of,
+                     double *lanes, int64_t width)
 {
     for (int64_t b = s.begin; b < s.end; b++) {
-        scale[b] = worker_scale[b] = size;
-        worker_settled[b] = 0;
-        if (u->weight)
-            lanes[(b - s.begin) % width] += update_square(size, unbias_of(u, u->block_tensor[b]), u->weight[b]);
+        to.scale[b] = to.worker_scale[b] = size;
+        to.worker_settled[b] = 0;
+        if (limit.weight)
+            lanes[(b - s.begin) % width] += update_square(size, unbias_of(of, limit.block_tensor[b]), limit.weight[b]);
     }
 }
 
 KERNEL(finish_alone)
 {
-    int64_t groups = (singles + SUM_LANES - 1) / SUM_LANES;
-    struct of_update of_update = {block_tensor, weight, group_rows, group_of, steps, coef};
+    int64_t groups = (segments.singles + SUM_LANES - 1) / SUM_LANES;
+    double *errors = segments.sums + ERROR * segments.sums_stride;
+    double *updates = segments.sums + UPDATE * segments.sums_stride;
+    struct blocks to = {scale, worker_scale, worker_settled};
     for (int64_t p = begin; p < end; p++) {
         if (p >= parts) {
-            renew(p - parts, group_rows, lr, group_of, tensors, steps, mean_sq, coef, moved, moved_stride, length,
-                  WIDTH);
+            renew(p - parts, coefficients, WIDTH);
             continue;
         }
         if (!*hold && p < groups) {
             double error[SUM_LANES] = {0}, update[SUM_LANES] = {0};
-            for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < singles; l++) {
-                struct segment s = short_segment(single[p * SUM_LANES + l], segment_start, partials, partials_stride,
-                                                 count, TERNARY);
-                measured[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
-                error[l] = residual_square(s.absolute, s.squares, measured[s.number], s.n);
-                hand_out(s, measured[s.number], scale, worker_scale, worker_settled, &of_update, update + l, 1);
+            for (int64_t l = 0; l < SUM_LANES && p * SUM_LANES + l < segments.singles; l++) {
+                struct segment s = short_segment(segments.single[p * SUM_LANES + l], segments, partials,
+                                                 partials_stride, TERNARY);
+                hand_out(s, measure(s, segments, NORM, error + l), to, limit, coefficients, update + l, 1);
             }
-            sums[ERROR * sums_stride + p] = tree_sum(error);
-            sums[UPDATE * sums_stride + p] = tree_sum(update);
-        } else if (!*hold && p < groups + longs) {
-            const int32_t *piece = pieces + (p - groups) * OF_A_PIECE;
-            if (add_piece(piece, p, partials, partials_stride, sums, sums_stride, tickets, TERNARY)) {
+            errors[p] = tree_sum(error);
+            updates[p] = tree_sum(update);
+        } else if (!*hold && p < groups + segments.longs) {
+            const int32_t *piece = segments.pieces + (p - groups) * OF_A_PIECE;
+            if (add_piece(piece, p, segments, partials, partials_stride, TERNARY)) {
                 double update[SUM_LANES] = {0};
                 int64_t first = groups + piece[3];
-                struct segment s = long_segment(piece, first, segment_start, sums, sums_stride, count, TERNARY);
-                measured[s.number] = scale_of(s.absolute, s.squares, s.n, NORM);
-                sums[ERROR * sums_stride + first] = residual_square(s.absolute, s.squares, measured[s.number], s.n);
-                hand_out(s, measured[s.number], scale, worker_scale, worker_settled, &of_update, update, SUM_LANES);
-                sums[UPDATE * sums_stride + first] = tree_sum(update);
+                struct segment s = long_segment(piece, first, segments, TERNARY);
+                hand_out(s, measure(s, segments, NORM, errors + first), to, limit, coefficients, update, SUM_LANES);
+                updates[first] = tree_sum(update);
             }
         }
-        if (!is_last(tickets, parts))
+        if (!is_last(segments.tickets, parts))
             continue;
-        int32_t own = told | *pending, found = own | *hold;
-        *pending = 0;
-        words[STEP] = counter ? *counter + COUNTS : number;
-        if (counter && COUNTS)
-            *counter = words[STEP];
+        int32_t own = header.flags | *header.pending, found = own | *hold;
+        *header.pending = 0;
+        words[STEP] = counted_step(header);
         if (!*hold) {
             found = own;
-            if (limit) {
-                *update_norm = own ? 0 : sqrt(ordered_sum(sums + UPDATE * sums_stride, 0, parts));
-                found |= *update_norm <= *limit ? 0 : VETO;
+            if (limit.largest) {
+                *limit.norm = own ? 0 : sqrt(ordered_sum(updates, 0, parts));
+                found |= *limit.norm <= *limit.largest ? 0 : VETO;
             }
             if (found) {
                 memset(scale, 0, blocks * sizeof *scale);
                 memset(worker_scale, 0, blocks * sizeof *worker_scale);
             }
-            float signal = norm_left(sums, sums_stride, parts);
+            float signal = norm_left(segments, parts);
             memcpy(words + SIGNAL, &signal, sizeof signal);
         }
-        words[TAG] = tag;
+        words[TAG] = header.tag;
         words[FLAGS] = own;
         *flags = found;
     }
@@ -206,46 +207,56 @@ static void add_span(int64_t *total, const uint8_t *row, int64_t begin, int64_t 
     add_words(total, row + 8 * begin, left < span ? left : span);
 }
 
+/* What a block adds to the square of the update's norm. */
+static double square_of(int64_t b, float scale, struct Limit limit)
+{
+    return update_square(scale, limit.coef[limit.block_tensor[b] * COLUMNS + UNBIAS1], limit.weight[b]);
+}
+
+/* Hands a side's scale to block b, or none. */
+static void store_side(int64_t b, int kept, struct Side side)
+{
+    side.scale[b] = kept ? side.measured[side.segment[b]] : 0;
+    side.settled[b] = 0;
+}
+
 KERNEL(receive)
 {
     int32_t found = 0;
     double lanes[SUM_LANES];
-    for (int64_t q = 0; q < parts; q++)
-        found |= agreed_flags(words + q * world_size * words_stride, words_stride, own_words + q * own_words_stride,
-                              world_size);
+    int64_t world_size = arrived.world_size, messages = arrived.parts * world_size;
+    for (int64_t q = 0; q < arrived.parts; q++)
+        found |= agreed_flags(arrived.words + q * world_size * arrived.words_stride, arrived.words_stride,
+                              arrived.own_words + q * arrived.own_words_stride, world_size);
     for (int64_t p = begin; p < end; p++) {
         int64_t w = p / spans, j = p % spans, first = w * blocks_per_message, part = w / world_size;
-        add_span(total + part, summed + w * summed_stride, j * span, span, length);
-        int averaged = words[w * words_stride + FLAGS] == 0;
+        add_span(digest.running + part, arrived.summed + w * arrived.summed_stride, j * span, span, arrived.length);
+        int averaged = arrived.words[w * arrived.words_stride + FLAGS] == 0;
         memset(lanes, 0, sizeof lanes);
         for (int64_t b = j * SUM_LANES; !*hold && b < blocks_per_message && b < (j + 1) * SUM_LANES; b++) {
-            int64_t at = first + b, slot = segment[at] - segment[first];
-            scale[at] = found ? 0 : message_scales[w * message_scales_stride + slot];
-            if (limit)
-                lanes[b % SUM_LANES] =
-                    update_square(scale[at], coef[block_tensor[at] * COLUMNS + UNBIAS1], weight[at]);
-            worker_scale[at] = averaged ? worker_measured[segment[at]] : 0;
-            worker_settled[at] = 0;
-            if (w % world_size == rank) {
-                int64_t served = part * blocks_per_message + b;
-                server_scale[served] = found ? 0 : server_measured[server_segment[served]];
-                server_settled[served] = 0;
-            }
+            int64_t at = first + b, slot = worker.segment[at] - worker.segment[first];
+            scale[at] = found ? 0 : arrived.scales[w * arrived.scales_stride + slot];
+            if (limit.largest)
+                lanes[b % SUM_LANES] = square_of(at, scale[at], limit);
+            store_side(at, averaged, worker);
+            if (w % world_size == rank)
+                store_side(part * blocks_per_message + b, !found, server);
         }
-        if (limit && !*hold)
+        if (limit.largest && !*hold)
             squares[p] = tree_sum(lanes);
         if (is_last(ticket, programs)) {
             *flags = found;
-            if (limit && !*hold) {
-                *norm = sqrt(ordered_sum(squares, 0, programs));
-                if (!(*norm <= *limit)) {
+            if (limit.largest && !*hold) {
+                *limit.norm = sqrt(ordered_sum(squares, 0, programs));
+                if (!(*limit.norm <= *limit.largest)) {
                     *flags |= VETO;
-                    memset(scale, 0, parts * world_size * blocks_per_message * sizeof *scale);
-                    memset(server_scale, 0, parts * blocks_per_message * sizeof *server_scale);
+                    memset(scale, 0, messages * blocks_per_message * sizeof *scale);
+                    memset(server.scale, 0, arrived.parts * blocks_per_message * sizeof *server.scale);
                 }
             }
-            for (int64_t q = 0; q < parts; q++)
-                digest[q] = __atomic_exchange_n(total + q, 0, __ATOMIC_RELAXED) + (updates ? *updates : 0);
+            for (int64_t q = 0; q < arrived.parts; q++)
+                digest.sums[q] = __atomic_exchange_n(digest.running + q, 0, __ATOMIC_RELAXED) +
+                                 (digest.updates ? *digest.updates : 0);
         }
     }
 }
@@ -260,16 +271,15 @@ KERNEL(close_parts)
         all_flags |= found[q];
     for (int64_t p = begin; p < end; p++) {
         memset(lanes, 0, sizeof lanes);
-        for (int64_t b = p * CLOSE_SPAN; limit && b < blocks && b < (p + 1) * CLOSE_SPAN; b++)
-            lanes[(b - p * CLOSE_SPAN) % SUM_LANES] +=
-                update_square(scale[b], coef[block_tensor[b] * COLUMNS + UNBIAS1], weight[b]);
-        if (limit)
+        for (int64_t b = p * CLOSE_SPAN; limit.largest && b < blocks && b < (p + 1) * CLOSE_SPAN; b++)
+            lanes[(b - p * CLOSE_SPAN) % SUM_LANES] += square_of(b, scale[b], limit);
+        if (limit.largest)
             squares[p] = tree_sum(lanes);
         if (!is_last(ticket, programs))
             continue;
-        if (limit) {
-            *norm = all_flags ? 0 : sqrt(ordered_sum(squares, 0, programs));
-            all_flags |= *norm <= *limit ? 0 : VETO;
+        if (limit.largest) {
+            *limit.norm = all_flags ? 0 : sqrt(ordered_sum(squares, 0, programs));
+            all_flags |= *limit.norm <= *limit.largest ? 0 : VETO;
         }
         for (int64_t q = 0; all_flags && q < parts; q++) {
             if (!found[q]) {

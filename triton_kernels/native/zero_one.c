@@ -121,7 +121,7 @@ KERNEL(rebuild_momentum)
 {
     float d[MOST];
     for (int64_t p = begin > blocks ? begin : blocks; p < end; p++)
-        renew(p - blocks, group_rows, lr, group_of, tensors, steps, mean_sq, coef, NULL, 0, 1, WIDTH);
+        renew(p - blocks, coefficients, WIDTH);
     end = end < blocks ? end : blocks;
     for (int64_t b = begin; b < end; b++) {
         float *m = exp_avg + b * BLOCK_SIZE, scale = exp_avg_scale[b];
@@ -139,7 +139,7 @@ KERNEL(rebuild_momentum)
         scaled(m, exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE), 0, scale, 0,
                BLOCK_SIZE);
         if (exp_avg_sq) {
-            denominators(d, exp_avg_sq + b * BLOCK_SIZE, coef + t * COLUMNS, EPS_INSIDE_SQRT, BLOCK_SIZE);
+            denominators(d, exp_avg_sq + b * BLOCK_SIZE, coefficients.table + t * COLUMNS, EPS_INSIDE_SQRT, BLOCK_SIZE);
             EACH_LINE(i, BLOCK_SIZE)
                 LANES m[i + j] *= d[i + j];
         }

@@ -105,7 +105,7 @@ class BatchedAllReduce(WorkerAllReduce):
     def synchronise(self, compress: Compress, told: Told) -> None:
         """See ``CompressedAllReduce``, whose messages go from rank to rank here."""
         for rank in self.ranks:
-            rank.write(compress, told if rank is self else told._replace(renewal=()))  # coefficients are all ranks'
+            rank.write(compress, told if rank is self else told._replace(renewal=None))  # coefficients are all ranks'
         sent = torch.stack([rank.to_servers.buffer for rank in self.ranks])
         for number, rank in enumerate(self.ranks):
             self.gathered.buffer.copy_(sent[:, number])

@@ -1,0 +1,186 @@
+"""Flattens nouns: an op's arguments as torch, Triton's launcher and C have them (``nouns``).
+
+Triton takes NamedTuples inside of kernels, but each version launches them in its own way, and slowly. So what is
+launched is a function of flat arguments, printed here, that makes the nouns and calls the kernel, into which it is
+inlined: what is compiled is what a kernel of flat arguments would be.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import linecache
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from torch import Tensor
+
+from .jit import Deferred, tl
+from .native.generate import Place, Spec
+from .nouns import Derived, Sizes, Tensors
+
+_SCHEMAS = {int: "int", float: "float", bool: "bool", Tensors: "Tensor[]", Sizes: "SymInt[]"}
+REQUIRED = inspect.Parameter.empty
+
+
+class Slot(NamedTuple):
+    """An argument of an op as torch has it: its type in a schema, what is known of a tensor, and its default."""
+
+    schema: str
+    spec: Spec | None
+    default: Any
+
+
+class _Noun(NamedTuple):
+    """An argument that is a noun, and where its fields lie among the slots."""
+
+    kind: type[Any]
+    optional: bool
+    first: int
+    slots: Sequence[Slot]
+
+    def absent(self) -> list[Any]:
+        """Return the fields of one that is left out."""
+        return [None if slot.schema.startswith("Tensor") else slot.default for slot in self.slots]
+
+    def of(self, flat: Sequence[Any]) -> Any:
+        """Return the noun in an op's flat arguments; None where it was left out."""
+        fields = flat[self.first : self.first + len(self.slots)]
+        if self.optional and not any(isinstance(field, Tensor) for field in fields):
+            return None
+        return self.kind(*fields)
+
+
+class Signature:
+    """The arguments of an op's eager function.
+
+    Attributes:
+        slots: By flat names.
+        derived: What kernels find in nouns besides: types, functions, and the flat names of these functions' arguments.
+        places: Where kernels find fields and what is derived, by the flat names that kernels have.
+    """
+
+    def __init__(self, eager: Callable[..., None]) -> None:
+        hints = get_type_hints(eager, include_extras=True)
+        self.whole = inspect.signature(eager)
+        self.slots: dict[str, Slot] = {}
+        self.derived: dict[str, tuple[str, Callable[..., Any], list[str]]] = {}
+        self.places: dict[str, Place] = {}
+        self._nouns: dict[str, _Noun] = {}
+        for name, parameter in self.whole.parameters.items():
+            hint, optional = _given(hints[name])
+            if hasattr(hint, "_fields"):
+                self._add_noun(name, hint, optional)
+            else:
+                self.slots[name] = _slot(hint, optional, parameter.default)
+        given = self.whole.parameters.values()
+        self._defaults = [parameter.default for parameter in given if parameter.default is not REQUIRED]
+        self._each = [(self._nouns.get(name), name) for name in self.whole.parameters]
+
+    def _add_noun(self, name: str, kind: type[Any], optional: bool) -> None:
+        hints, first = get_type_hints(kind, include_extras=True), len(self.slots)
+        for field in kind._fields:
+            hint, may_be_none = _given(hints[field])
+            default = kind._field_defaults.get(field, REQUIRED)
+            self.slots[f"{name}_{field}"] = _slot(hint, may_be_none or (optional and hint not in _SCHEMAS), default)
+        self._nouns[name] = _Noun(kind, optional, first, list(self.slots.values())[first:])
+        for derived, (triton, function) in _derived(kind).items():
+            needed = [f"{name}_{each}" for each in inspect.signature(function).parameters]
+            self.derived[f"{name}_{derived}"] = triton, function, needed
+        for field, flat in self._fields_in_kernels(name).items():
+            self.places[flat] = Place(name, kind.__name__, field)
+
+    def flat(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Return arguments with nouns as their fields."""
+        if not self._nouns:
+            return arguments
+        missing = len(self._each) - len(arguments)
+        if missing > 0:
+            arguments = (*arguments, *self._defaults[-missing:])
+        found: list[Any] = []
+        for (noun, _), value in zip(self._each, arguments, strict=False):
+            if noun is None:
+                found.append(value)
+            else:
+                found += noun.absent() if value is None else value
+        return found
+
+    def bound(self, arguments: Sequence[Any], named: dict[str, Any]) -> Sequence[Any]:
+        """Return flat arguments where some were given by name."""
+        given = self.whole.bind(*arguments, **named)
+        given.apply_defaults()
+        return self.flat(given.args)
+
+    def regrouped(self, eager: Callable[..., None]) -> Callable[..., None]:
+        """Return the eager function with flat arguments."""
+        if not self._nouns:
+            return eager
+        places = {name: i for i, name in enumerate(self.slots)}
+        defaults = [slot.default for slot in self.slots.values()]
+
+        def of_flat(*given: Any) -> None:
+            flat = (*given, *defaults[len(given) :])  # the dispatcher leaves out defaults at the end
+            eager(*[flat[places[name]] if noun is None else noun.of(flat) for noun, name in self._each])
+
+        of_flat.__doc__, of_flat.__name__ = eager.__doc__, eager.__name__
+        return of_flat
+
+    def kernel(self, kernel: Deferred) -> Deferred:
+        """Return the kernel with flat arguments."""
+        declared = inspect.signature(kernel.function).parameters
+        if not any(name in self._nouns for name in declared):
+            return kernel
+        names: dict[str, Any] = {"tl": tl, "kernel": kernel}
+        flat, given = [], []
+        for name, parameter in declared.items():
+            if name not in self._nouns:
+                annotated = "" if parameter.annotation is REQUIRED else f": {parameter.annotation}"
+                flat.append(name + annotated)
+                given.append(name)
+                continue
+            fields = self._fields_in_kernels(name)
+            names[f"noun_{name}"] = namedtuple(self._nouns[name].kind.__name__, fields)
+            flat += [f"{each}: tl.constexpr" if each.isupper() else each for each in fields.values()]
+            given.append(f"noun_{name}({', '.join(fields.values())})")
+        return _printed(kernel, names, flat, given)
+
+    def _fields_in_kernels(self, name: str) -> dict[str, str]:
+        """Return what a kernel finds in a noun, and the flat name of each; constants in capitals."""
+        noun = self._nouns[name]
+        fields = {}
+        for field, slot in zip(noun.kind._fields, noun.slots, strict=True):
+            constant = slot.schema == "bool"
+            fields[field.upper() if constant else field] = f"{name}_{field}".upper() if constant else f"{name}_{field}"
+        return fields | {each: f"{name}_{each}" for each in _derived(noun.kind)}
+
+
+def _derived(noun: type[Any]) -> Derived:
+    """Return what kernels find in a noun besides its fields."""
+    return noun.derived() if hasattr(noun, "derived") else {}
+
+
+def _given(hint: Any) -> tuple[Any, bool]:
+    """Return a type, and whether it may be None."""
+    if type(None) in get_args(hint):
+        return next(other for other in get_args(hint) if other is not type(None)), True
+    return hint, False
+
+
+def _slot(hint: Any, optional: bool, default: Any) -> Slot:
+    if hint in _SCHEMAS:
+        return Slot(_SCHEMAS[hint], None, default)
+    return Slot("Tensor?" if optional else "Tensor", hint.__metadata__[0], default)
+
+
+def _printed(kernel: Deferred, names: dict[str, Any], flat: Sequence[str], given: Sequence[str]) -> Deferred:
+    """Return a function of these arguments that calls the kernel; Triton reads its source where Python keeps lines."""
+    called = f"{kernel.function.__name__}_of_flat"
+    source = f"def {called}({', '.join(flat)}):\n    kernel({', '.join(given)})\n"
+    file = f"<{kernel.function.__module__}.{called}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    names["__name__"] = f"{kernel.function.__module__}.{called}"
+    exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
+    function = names[called]
+    function.__module__ = kernel.function.__module__
+    return kernel.called_by(function)

@@ -1,0 +1,182 @@
+"""What ops take: tensors, by what they must be, and nouns, which are values that always travel together.
+
+A noun is a NamedTuple. An op declares it as one argument, its kernel reads ``noun.field``, and callers hand over one
+object. What torch, Triton's launcher and C get is flat (``flattening``): ``side.scale`` is ``side_scale`` to them.
+
+A noun's ``derived`` is what kernels find in it besides its fields, lengths and strides: the types in Triton's notation,
+and functions of fields, whose arguments are bound by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .native.generate import Spec
+
+Floats = Annotated[Tensor, Spec(torch.float32)]
+PerElement = Annotated[Tensor, Spec(torch.float32, "element")]
+"""float32 [P], or longer: one for each element of the flat index space."""
+PerBlock = Annotated[Tensor, Spec(torch.float32, "block")]
+"""float32 [B]: one for each block."""
+Variance = Annotated[Tensor, Spec(None, "element")]
+"""float32 or bfloat16 [P]."""
+Moment = Annotated[Tensor, Spec(None, "element", others=(torch.uint8,))]
+"""The same, or codes in uint8."""
+Correction = Annotated[Tensor, Spec(torch.int8, "element", others=(torch.int16,))]
+"""int8 or int16 [P]."""
+AnyFloats = Annotated[Tensor, Spec(None)]
+Doubles = Annotated[Tensor, Spec(torch.float64)]
+DoublePerBlock = Annotated[Tensor, Spec(torch.float64, "block")]
+Indices = Annotated[Tensor, Spec(torch.int32, "block")]
+"""int32 [B]."""
+Flag = Annotated[Tensor, Spec(torch.int32, dense=False)]
+"""int32 [1], or a column of words."""
+Table = Annotated[Tensor, Spec(torch.int32)]
+"""int32, as long as it needs to be."""
+Headers = Annotated[Tensor, Spec(torch.int32)]
+"""int32 [messages, 8], rows of words (``headers.Word``)."""
+Counters = Annotated[Tensor, Spec(torch.int64)]
+Bits = Annotated[Tensor, Spec(torch.uint8)]
+Words = Annotated[Tensor, Spec(torch.uint32)]
+"""uint8 of rows of a multiple of 16 bytes, on which kernels work as on 32-bit words."""
+Tensors = Sequence[Tensor]
+"""The users' tensors, of any float dtype, dense; empty is zeros."""
+Sizes = Sequence[int]
+
+Derived = Mapping[str, tuple[str, Callable[..., Any]]]
+
+
+def stride(tensor: Tensor | None) -> int:
+    """Return the first stride, in elements; of words in quads of 16 bytes."""
+    if tensor is None or not tensor.dim():
+        return 0
+    return tensor.stride(0) // 4 if tensor.dtype is torch.uint32 else tensor.stride(0)
+
+
+class Header(NamedTuple):
+    """What the headers of one step's messages have in common, besides their digest."""
+
+    number: int
+    """STEP, an int32."""
+    counter: Flag | None
+    """Where STEP lies instead, int32 []."""
+    counts: bool
+    """Whether ``counter`` is one less, and to be counted up."""
+    tag: int
+    """TAG."""
+    flags: int
+    """FLAGS that the host knows."""
+    pending: Flag
+    """More of them, found on the device: int32 [1]; 0 afterwards."""
+
+
+class Coefficients(NamedTuple):
+    """The table of coefficients, and what renews it where a step counts on the way (``advance.renew_kernel``)."""
+
+    groups: Doubles | None
+    """What each group's tensors have in common, float64 [groups, GROUP_COLUMNS]; None: the table stays as it is."""
+    lr: Floats | None
+    """Learning rates that are on the device, float32 [groups], instead of those in ``groups``."""
+    group_of: Table | None
+    """Each tensor's group, int32 [tensors]."""
+    steps: Doubles | None
+    """Updates of each, float64 [tensors]."""
+    mean_sq: Doubles | None
+    """The mean of v, where tensors wait for a variance, float64 [tensors]."""
+    table: Floats | None
+    """float32 [tensors, columns of ``Coef``], of which LR, STEP_SIZE, DECAY and UNBIAS1 are written, for the step that
+    is being taken."""
+    moved: Floats | None = None
+    """float32 [2, tensors], sums of STEP_SIZE and products of DECAY over a round, to which this step is added. The
+    table is then of the round: the mean STEP_SIZE of its ``length`` steps, and the product of their DECAY."""
+    length: int = 1
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {
+            "tensors": ("i32", lambda group_of: 0 if group_of is None else len(group_of)),
+            "moved_stride": ("i32", lambda moved: stride(moved)),
+        }
+
+
+NOT_RENEWED = Coefficients(*(None,) * 6)
+
+
+class Limit(NamedTuple):
+    """The guard's: an update is refused whose norm is beyond a limit, or no number.
+
+    norm^2 = sum over blocks of (s * UNBIAS1 * weight)^2
+    """
+
+    coef: Floats | None
+    """float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read; None where the op has the table anyway."""
+    block_tensor: Indices | None
+    """Each block's tensor, int32 [B]."""
+    weight: PerBlock | None
+    """The root of the square of the update's norm per square of a block's scale, float32 [B]."""
+    largest: Doubles | None
+    """The largest norm that is let through, float64 []."""
+    norm: Doubles | None
+    """The update's, float64 [], written."""
+
+    def without(self, absent: Tensor | None) -> Limit:
+        """Return one that does not count ``absent`` tensors, bool [tensors]."""
+        if absent is None or self.weight is None:
+            return self
+        return self._replace(weight=self.weight * ~absent[self.block_tensor])
+
+
+class Side(NamedTuple):
+    """Scales on one side of error feedback, a worker's or a server's."""
+
+    segment: Table
+    """The measured scale that each block shares, int32 [blocks]; rising."""
+    measured: Floats
+    """Scales as ``finish`` has measured them, float32 [segments]."""
+    scale: Floats
+    """Scales of blocks, with which the residual is formed, float32 [blocks]."""
+    settled: Floats
+    """Those with which it has been formed since the last step, float32 [blocks]."""
+
+
+class Arrived(NamedTuple):
+    """The servers' messages, of several parts one behind the other, and what this rank's own headers say."""
+
+    words: Headers
+    """int32 [parts * W, 8], the headers."""
+    own_words: Headers
+    """int32 [parts, 8], this rank's."""
+    summed: Bits
+    """uint8 [parts * W, n], what of the messages the digest is to have now; of what is left out, ``apply_momentum``
+    adds the bits."""
+    scales: Floats
+    """float32 [parts * W, slots]."""
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {
+            "words_stride": ("i32", lambda words: stride(words)),
+            "own_words_stride": ("i32", lambda own_words: stride(own_words)),
+            "summed_stride": ("i32", lambda summed: stride(summed)),
+            "scales_stride": ("i32", lambda scales: stride(scales)),
+            "parts": ("i32", lambda own_words: len(own_words)),
+            "world_size": ("i32", lambda words, parts: len(words) // parts),
+            "length": ("i32", lambda summed: summed.shape[1] // 8),
+        }
+
+
+class Digest(NamedTuple):
+    """The checksum of what a rank has received, which the next messages carry."""
+
+    sums: Counters
+    """int64 [parts], written: the wrapping sum of the 8-byte words of each part."""
+    running: Counters
+    """int64 [parts], 0; scratch."""
+    updates: Counters | None
+    """Updates done, int64 [], added; None: nobody counts."""
