@@ -170,7 +170,8 @@ def test_a_launch_that_rebuilds_renews_coefficients_as_finish_does(way):
 
     assert_equal_backends("rebuild_momentum", make)
     rebuilt, plain, finished = make(), rebuild_arguments(problem(sizes, 2, 128), True, of_rounds=True), problem(sizes)
-    triton_kernels.finish(*finished.finish_arguments("layer", "l2"), renewal._replace(table=finished.coef))
+    table = renewal._replace(table=finished.coef)
+    triton_kernels.finish(*finished.finish_arguments("layer", "l2")._replace(coefficients=table))
     triton_kernels.rebuild_momentum(*rebuilt)
     triton_kernels.rebuild_momentum(*plain)
     assert torch.equal(rebuilt.exp_avg, plain.exp_avg)

@@ -1,10 +1,11 @@
 """Packs, compresses, averages and applies: the kernels of fusedonebit by themselves.
 
 They know tensors only: no process group, no optimizer. ``momentum_compress``, ``server_reduce`` and the others are the
-registered ops ``torch.ops.fusedonebit.*``, each declared in one file with its kernel (``op``).
+registered ops ``torch.ops.fusedonebit.*``, each declared in one file with its kernel (``op``). Values that always
+travel together are one argument (``nouns``).
 """
 
-from . import rules
+from . import nouns, rules
 from .advance import advance
 from .alone import finish_alone
 from .backends import backend, using
@@ -74,6 +75,7 @@ __all__ = [
     "local_update",
     "merge_signs",
     "momentum_compress",
+    "nouns",
     "pack",
     "param_squares",
     "pick_owned",

@@ -96,7 +96,9 @@ class Signature:
         if not self._nouns:
             return arguments
         missing = len(self._each) - len(arguments)
-        if missing > 0:
+        if not 0 <= missing <= len(self._defaults):
+            self.whole.bind(*arguments)  # which says what is wrong
+        if missing:
             arguments = (*arguments, *self._defaults[-missing:])
         found: list[Any] = []
         for (noun, _), value in zip(self._each, arguments, strict=False):
