@@ -14,7 +14,7 @@ from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef
 from fusedonebit.triton_kernels.finish import PIECE, Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
-from fusedonebit.triton_kernels.nouns import NOT_RENEWED, Arrived, Coefficients, Digest, Header, Limit, Side
+from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Count, Digest, Header, Limit, Side
 from fusedonebit.triton_kernels.receive import spans_of
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 from fusedonebit.triton_kernels.tables import tables_of
@@ -385,7 +385,7 @@ class Workload:
             *(self.layout.sizes, self.layout.block_size, self._bytes(self.world_size)),
             *(self._scale(0.1, self.layout.n_blocks), None, None, v if self.preconditioned else None, False),
             *(
-                NOT_RENEWED._replace(table=self.coef),
+                Coefficients.of(self.coef),
                 self.block_tensor,
                 self.table.bits,
                 self.table.row,
@@ -416,11 +416,9 @@ class Workload:
     def advance(self) -> partial[None]:
         groups, group_of, steps, updates = self._clock()
         entered = torch.full_like(steps, torch.inf)
-        arguments = (
-            *(groups, None, group_of, self.skip, None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH)),
-            *(steps, entered, False, None, None, None, False, self.coef.clone()),
-        )
-        return partial(ops.advance, *arguments)
+        table = Coefficients(groups, None, group_of, steps, None, self.coef.clone())
+        count = Count(None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH))
+        return partial(ops.advance, table, count, self.skip, entered, False, None, False)
 
     def step(self, lamb: bool = False) -> Callable[[], None]:
         """All kernels of one rank's compression-stage step; nothing travels."""

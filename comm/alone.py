@@ -13,7 +13,7 @@ from typing import Any
 
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.headers import Flag
-from ..triton_kernels.nouns import NOT_RENEWED
+from ..triton_kernels.nouns import Coefficients
 from .absent import absent_on_all
 from .allreduce import CompressedAllReduce
 from .message import Told
@@ -38,7 +38,8 @@ class AloneAllReduce(CompressedAllReduce):
         header = self._header(told, int(Flag.ABORT) * told.abort, self.found, counts=told.number is None)
         limit, table = self._limit(told), told.renewal
         if limit is not None:
-            table, limit = table or NOT_RENEWED._replace(table=limit.coef), limit._replace(coef=None)
+            assert limit.coef is not None
+            table, limit = table or Coefficients.of(limit.coef), limit._replace(coef=None)
         words, hold = self.gathered.words[0], self.hold
         self.worker.finish_alone(self.scale, words, header, hold, self._received, limit, table)
 

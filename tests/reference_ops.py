@@ -19,7 +19,7 @@ from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, PARTLY, Word, folded
-from fusedonebit.triton_kernels.nouns import NOT_RENEWED, Arrived, Coefficients, Digest, Header, Limit, Side
+from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Digest, Header, Limit, Side
 from fusedonebit.triton_kernels.receive import spans_of
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
@@ -206,7 +206,7 @@ class Problem:
             held,
             written,
             self.limit(limit, None),
-            renewal or NOT_RENEWED._replace(table=self.coef),
+            renewal or Coefficients.of(self.coef),
         )
 
     def receive_arguments(

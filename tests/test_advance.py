@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,10 @@ from optimizers import MAKE, construct, objects
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLion
 from fusedonebit.core.compressing import CompressingOptimizer
-from fusedonebit.triton_kernels import Coef, Group, advance, finish
-from fusedonebit.triton_kernels.nouns import Coefficients
-from fusedonebit.triton_kernels.op import OPS, launches
+from fusedonebit.triton_kernels import Coef, Group, advance, apply_momentum, finish
+from fusedonebit.triton_kernels.nouns import NOT_COUNTED, Count
+from fusedonebit.triton_kernels.op import launches
 
-NAMES = list(OPS["advance"].arguments)
 RENEWED = [Coef.LR, Coef.STEP_SIZE, Coef.DECAY, Coef.UNBIAS1]
 WAYS = [
     {},
@@ -38,9 +38,13 @@ WAYS = [
 def run(tensors: int, **way: object) -> tuple[dict, dict]:
     """The op's arguments before and after."""
     arguments = advance_arguments(tensors, **way)
-    before = dict(zip(NAMES, copy.deepcopy(arguments), strict=True))
+    before = by_name(copy.deepcopy(arguments))
     advance(*arguments)
-    return before, dict(zip(NAMES, arguments, strict=True))
+    return before, by_name(arguments)
+
+
+def by_name(arguments: Any) -> dict[str, Any]:
+    return arguments._asdict() | arguments.coefficients._asdict() | arguments.count._asdict()
 
 
 @pytest.mark.parametrize("tensors", [0, 1, 64, 130])
@@ -53,7 +57,7 @@ def test_bias_corrections_are_powers_of_beta_to_within_a_rounding():
     before, after = run(200, entered=True)
     for t in range(200):
         row = before["groups"][before["group_of"][t]]
-        k = after["coef"][t].double()
+        k = after["table"][t].double()
         lr, beta1, beta2 = (float(row[column]) for column in (Coef.LR, Group.CORRECTION1, Group.CORRECTION2))
         updates, made = int(before["steps"][t]) + 1, float(before["entered"][t])
         bias1 = float(1 - Fraction(beta1) ** updates) if updates < 2000 else 1 - beta1**updates
@@ -91,7 +95,7 @@ def test_a_skipped_step_counts_as_one_in_messages_and_as_a_replay_alone():
 def test_tensors_without_a_variance_wait_and_others_have_a_floor_where_there_is_one():
     before, after = run(200, tables=True)
     mean, row = before["mean_sq"], before["groups"][before["group_of"].long()]
-    k = after["coef"].double()
+    k = after["table"].double()
     still = mean <= 0
     assert 0 < still.sum() < 200
     assert (k[still][:, Coef.STEP_SIZE] == 0).all()
@@ -100,7 +104,7 @@ def test_tensors_without_a_variance_wait_and_others_have_a_floor_where_there_is_
     floored = row[:, Coef.EPS] ** 2 + row[:, Group.FLOOR] * mean * k[:, Coef.RSQRT_BIAS2] ** 2
     expected = torch.where(row[:, Group.FLOOR] > 0, floored, row[:, Coef.EPS])
     torch.testing.assert_close(k[:, Coef.EPS], expected, rtol=3e-7, atol=0)
-    assert torch.equal(after["coef"][:, Coef.UNIT], before["unit"])
+    assert torch.equal(after["table"][:, Coef.UNIT], before["unit"])
 
 
 MANY = (300, *[3] * 70)  # tensors of two programs
@@ -109,24 +113,19 @@ MANY = (300, *[3] * 70)  # tensors of two programs
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
 def test_finish_renews_what_a_count_or_a_rate_changes_as_it_would_be_made(way):
-    arguments = dict(zip(NAMES, advance_arguments(len(MANY), **way), strict=True))
-    groups, lr, group_of, steps, entered, unit, mean_sq, made = (
-        arguments[name] for name in ("groups", "lr", "group_of", "steps", "entered", "unit", "mean_sq", "coef")
-    )
+    made = advance_arguments(len(MANY), **way)
 
-    def make() -> tuple:
+    def make() -> Any:
         p = problem(MANY, 2, 128)
         p.partials.zero_()
-        renewal = groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan)
-        return p.finish_arguments("layer", "l2")._replace(coefficients=Coefficients(*renewal))
+        return p.finish_arguments("layer", "l2")._replace(coefficients=advance_arguments(len(MANY), **way).coefficients)
 
     assert_equal_backends("finish", make)
     arguments = make()
     finish(*arguments)
-    counted = (None, None, None, None, None, 0, 0)
-    advance(groups, lr, group_of, *counted, steps, entered, False, unit, mean_sq, None, False, made)
+    advance(made.coefficients, NOT_COUNTED, None, made.entered, False, made.unit, False)
     table = arguments.coefficients.table
-    assert torch.equal(table[:, RENEWED], made[:, RENEWED])
+    assert torch.equal(table[:, RENEWED], made.coefficients.table[:, RENEWED])
     others = [column for column in Coef if column not in RENEWED]
     assert table[:, others].isnan().all()
 
@@ -136,23 +135,21 @@ def test_finish_renews_what_a_count_or_a_rate_changes_as_it_would_be_made(way):
 @pytest.mark.parametrize("length", [2, 3, 16])
 def test_finish_renews_the_last_step_of_a_round_as_the_mean_of_all_its_steps(length, tables):
     """Steps before it are added up where they end, whether or not they are skipped."""
-    groups, _, group_of, *_, steps, entered, _, _, mean_sq, _, _, table, _ = advance_arguments(
-        len(MANY), flags=0, tables=tables, moved=True
-    )
+    begun = advance_arguments(len(MANY), flags=0, tables=tables, moved=True)
     moved, expected = torch.full((2, len(MANY)), math.nan), torch.tensor([[0.0], [1.0]]).expand(2, len(MANY)).clone()
+    of, table = begun.coefficients._replace(moved=moved), begun.coefficients.table
     for i in range(length - 1):
         flags = torch.tensor([i % 2], dtype=torch.int32)
         expected[0] += table[:, Coef.STEP_SIZE]
         expected[1] *= table[:, Coef.DECAY]
-        counted = (flags, None, torch.tensor(0), None, None, 0, 0)
-        advance(groups, None, group_of, *counted, steps, entered, False, None, mean_sq, moved, i == 0, table)
+        advance(of, Count(None, torch.tensor(0), None, None), flags, begun.entered, False, None, i == 0)
         assert torch.equal(moved, expected)
 
     def make() -> tuple:
         p = problem(MANY, 2, 128)
         p.partials.zero_()
-        how = groups.clone(), None, group_of, steps.clone(), mean_sq, torch.full_like(table, math.nan), moved.clone()
-        return p.finish_arguments("layer", "l2")._replace(coefficients=Coefficients(*how, length))
+        renewal = of._replace(table=torch.full_like(table, math.nan), moved=moved.clone(), length=length)
+        return p.finish_arguments("layer", "l2")._replace(coefficients=renewal)
 
     assert_equal_backends("finish", make)
     arguments = make()
@@ -171,17 +168,15 @@ def test_finish_renews_the_last_step_of_a_round_as_the_mean_of_all_its_steps(len
 @pytest.mark.parametrize("flags", [0, 8, 3])
 def test_the_apply_counts_as_the_op_that_ends_a_step_does(flags, way):
     def make() -> tuple:
-        _, _, _, _, absent, updates, number, replays, veto, bad, steps, *_ = advance_arguments(
-            len(MANY), flags=flags, **way
-        )
+        made = advance_arguments(len(MANY), flags=flags, **way)
         p = problem(MANY, 2, 128)
-        return *p.apply_arguments(skip=flags), absent, updates, number, replays, veto, bad, steps
+        return *p.apply_arguments(skip=flags), made.count, made.coefficients.steps
 
     assert_equal_backends("apply_momentum", make)
-    *_, updates, number, replays, _, _, steps = arguments = make()
-    torch.ops.fusedonebit.apply_momentum(*arguments)
+    *_, count, steps = arguments = make()
+    apply_momentum(*arguments)
     _, after = run(len(MANY), flags=flags, **way)
-    for ours, name in ((updates, "updates"), (number, "number"), (replays, "replays"), (steps, "steps")):
+    for ours, name in zip((*count[1:4], steps), ("updates", "number", "replays", "steps"), strict=True):
         assert (ours is None and after[name] is None) or torch.equal(ours, after[name])
 
 

@@ -57,11 +57,8 @@ def test_finish_alone_equals_eager(sizes, scope, how):
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
 def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews(way):
-    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, made, _ = advance_arguments(len(LONG), **way)
-
-    def make() -> tuple:
-        renewal = Coefficients(groups.clone(), lr, group_of, steps.clone(), mean_sq, torch.full_like(made, math.nan))
-        return summed(LONG, "layer", limit=1e9, renewal=renewal)
+    def make() -> Any:
+        return summed(LONG, "layer", limit=1e9, renewal=advance_arguments(len(LONG), **way).coefficients)
 
     assert_equal_backends("finish_alone", make, float64_rtol=UNIT)
     arguments = make()
@@ -73,11 +70,9 @@ def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews
 
 @pytest.mark.kernels
 def test_it_renews_the_last_step_of_a_round_as_finish_does():
-    groups, _, group_of, *_, steps, _, _, _, mean_sq, moved, _, made, _ = advance_arguments(len(LONG), moved=True)
-
     def renewal() -> Coefficients:
-        table = steps.clone(), mean_sq, torch.full_like(made, math.nan), moved.clone()
-        return Coefficients(groups.clone(), None, group_of, *table, 3)
+        table = advance_arguments(len(LONG), moved=True).coefficients
+        return table._replace(table=torch.full_like(table.table, math.nan), length=3)
 
     assert_equal_backends("finish_alone", lambda: summed(LONG, "layer", renewal=renewal()), float64_rtol=UNIT)
     alone, finish = summed(LONG, "layer", renewal=renewal()), problem(LONG).finish_arguments("layer", "l2")

@@ -17,7 +17,6 @@ from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebui
 
 from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels import BLOCK_SIZES, Coef, unpack
-from fusedonebit.triton_kernels.nouns import Coefficients
 
 pytestmark = pytest.mark.kernels
 
@@ -161,8 +160,7 @@ def test_what_is_zero_has_the_same_sign_on_every_backend():
 @pytest.mark.parametrize("way", [{"tables": True}, {"captured": True, "flags": 0}], ids=str)
 def test_a_launch_that_rebuilds_renews_coefficients_as_finish_does(way):
     sizes = (300, *[5] * 99)
-    groups, lr, group_of, *_, steps, _, _, _, mean_sq, _, _, _, _ = advance_arguments(len(sizes), **way)
-    renewal = Coefficients(groups, lr, group_of, steps, mean_sq, None)
+    renewal = advance_arguments(len(sizes), **way).coefficients
 
     def make() -> Any:
         arguments = rebuild_arguments(problem(sizes, 2, 128), True, of_rounds=True)

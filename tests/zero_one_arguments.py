@@ -8,7 +8,7 @@ import torch
 from op_arguments import arguments_of
 from reference_ops import Problem
 
-from fusedonebit.triton_kernels.nouns import NOT_RENEWED
+from fusedonebit.triton_kernels.nouns import Coefficients
 
 Way = tuple[bool, bool, bool, bool, bool]
 WAYS: list[Way] = [
@@ -41,7 +41,7 @@ def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False, of_r
     """``of_rounds``: bits are sums of several steps, and every third tensor waits for a variance."""
     tensors = torch.arange(max(1, len(p.layout.sizes)))
     summed, mean_sq = (3.0 + tensors, (tensors % 3).double()) if of_rounds else (None, None)
-    table = NOT_RENEWED._replace(table=p.coef)
+    table = Coefficients.of(p.coef)
     return arguments_of(
         "rebuild_momentum",
         *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale, summed, mean_sq),

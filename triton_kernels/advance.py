@@ -6,15 +6,12 @@ that a count or a learning rate changes (``renew_kernel``), and ``apply_momentum
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from . import rules
 from .jit import jit, tl
-from .native.generate import Spec
-from .nouns import Bits, Coefficients, Counters, Doubles, Flag, Floats
+from .nouns import Coefficients, Count, Doubles, Flag, Floats
 from .op import op
 from .rules import (
     COLUMNS,
@@ -38,8 +35,6 @@ WIDTH = 64
 """Tensors of a program, a lane to each."""
 ROOM = 32  # columns that a program handles, a power of two
 
-Integers = Annotated[Tensor, Spec(torch.int32)]
-
 
 @jit()
 def power(x, t):
@@ -55,31 +50,29 @@ def power(x, t):
 
 
 @jit()
-def _count(seen, updates, number, replays, veto, bad):
+def _count(seen, count):
     """Counts a step with these flags, by one program."""
-    tl.store(updates, tl.load(updates) + (seen == 0).to(tl.int64))
-    if number is not None:
-        tl.store(number, tl.load(number) + 1)
-    if replays is not None:
-        tl.store(replays, tl.load(replays) + 1)
-        tl.store(replays + 1, tl.load(replays + 1) + (seen != 0).to(tl.int64))
-        tl.store(replays + 2, tl.load(replays + 2) + ((seen & veto) != 0).to(tl.int64))
-        tl.store(replays + 3, tl.load(replays + 3) + ((seen & bad) != 0).to(tl.int64))
+    tl.store(count.updates, tl.load(count.updates) + (seen == 0).to(tl.int64))
+    if count.number is not None:
+        tl.store(count.number, tl.load(count.number) + 1)
+    if count.replays is not None:
+        tl.store(count.replays, tl.load(count.replays) + 1)
+        tl.store(count.replays + 1, tl.load(count.replays + 1) + (seen != 0).to(tl.int64))
+        tl.store(count.replays + 2, tl.load(count.replays + 2) + ((seen & count.veto) != 0).to(tl.int64))
+        tl.store(count.replays + 3, tl.load(count.replays + 3) + ((seen & count.bad) != 0).to(tl.int64))
 
 
 @jit()
-def count_kernel(
-    p, flags, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH: tl.constexpr
-):  # fmt: skip
+def count_kernel(p, flags, count, steps, tensors, WIDTH: tl.constexpr):
     """Counts a step of WIDTH tensors; the first of programs, all else."""
     seen = tl.load(flags)
     t = p * WIDTH + tl.arange(0, WIDTH)
     counted = (t < tensors) & (seen == 0)
-    if absent is not None:
-        counted = counted & (tl.load(absent + t, mask=counted, other=1) == 0)
+    if count.absent is not None:
+        counted = counted & (tl.load(count.absent + t, mask=counted, other=1) == 0)
     tl.store(steps + t, tl.load(steps + t, mask=counted, other=0.0) + 1.0, mask=counted)
     if p == 0:
-        _count(seen, updates, number, replays, veto, bad)
+        _count(seen, count)
 
 
 @jit()
@@ -144,7 +137,6 @@ def renew_plainly(of: Coefficients | None) -> None:
         return
     assert of.group_of is not None
     assert of.steps is not None
-    assert of.table is not None
     values = of.groups.index_select(0, of.group_of)
     rate = values[:, LR] if of.lr is None else of.lr.double().index_select(0, of.group_of)
     power1 = plain_power(values[:, CORRECTION1], of.steps + 1)
@@ -161,8 +153,8 @@ def renew_plainly(of: Coefficients | None) -> None:
 
 @jit()
 def advance_kernel(
-    groups, lr, group_of, tensors, flags, absent, updates, number, replays, veto, bad, steps, entered, unit, mean_sq,
-    moved, moved_stride, coef, rho, RENEWS: tl.constexpr, BEGINS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
+    coefficients, count, flags, entered, unit, rho, RENEWS: tl.constexpr, BEGINS: tl.constexpr, WIDTH: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     """Counts a step, and makes the table for the coming one. Grid: ceil(tensors / WIDTH), at least 1.
 
@@ -170,39 +162,40 @@ def advance_kernel(
     """
     p = tl.program_id(0)
     t = p * WIDTH + tl.arange(0, WIDTH)
-    inside = t < tensors
-    group = tl.load(group_of + t, mask=inside, other=0).to(tl.int64)
-    row = groups + group * GROUP_COLUMNS
-    done = tl.load(steps + t, mask=inside, other=0.0)
+    inside = t < coefficients.tensors
+    group = tl.load(coefficients.group_of + t, mask=inside, other=0).to(tl.int64)
+    row = coefficients.groups + group * GROUP_COLUMNS
+    done = tl.load(coefficients.steps + t, mask=inside, other=0.0)
     made = done
     if entered is not None:
         made = tl.load(entered + t, mask=inside, other=0.0)
-    if moved is not None:
-        ended = coef + t * COLUMNS
+    if coefficients.moved is not None:
+        ended = coefficients.table + t * COLUMNS
         far = tl.load(ended + STEP_SIZE, mask=inside, other=0.0)
-        _add_up(moved, moved_stride, t, inside, far, tl.load(ended + DECAY, mask=inside, other=1.0), BEGINS)
+        left = tl.load(ended + DECAY, mask=inside, other=1.0)
+        _add_up(coefficients.moved, coefficients.moved_stride, t, inside, far, left, BEGINS)
     tl.debug_barrier()  # all warps, which share lanes, have read what is about to be written
     if flags is not None:
         seen = tl.load(flags)
         counted = inside & (seen == 0)
-        if absent is not None:
-            counted = counted & (tl.load(absent + t, mask=inside, other=1) == 0)
+        if count.absent is not None:
+            counted = counted & (tl.load(count.absent + t, mask=inside, other=1) == 0)
         done += counted.to(tl.float64)
-        tl.store(steps + t, done, mask=inside)
+        tl.store(coefficients.steps + t, done, mask=inside)
         if entered is None:
             made = done
         elif RENEWS:
             made += counted.to(tl.float64)
             tl.store(entered + t, made, mask=inside)
         if p == 0:
-            _count(seen, updates, number, replays, veto, bad)
+            _count(seen, count)
     if entered is None or RENEWS:
         made = made + 1.0
     made = tl.maximum(made, 1.0)
-    if lr is None:
+    if coefficients.lr is None:
         rate = tl.load(row + LR, mask=inside, other=0.0)
     else:
-        rate = tl.load(lr + group, mask=inside, other=0.0).to(tl.float64)
+        rate = tl.load(coefficients.lr + group, mask=inside, other=0.0).to(tl.float64)
     power1 = power(tl.load(row + CORRECTION1, mask=inside, other=0.0), done + 1.0)
     power2 = power(tl.load(row + CORRECTION2, mask=inside, other=0.0), made)
     decay = tl.load(row + WEIGHT_DECAY, mask=inside, other=0.0)
@@ -211,8 +204,8 @@ def advance_kernel(
         root = root * tl.sqrt(tl.load(rho + t, mask=inside, other=1.0).to(tl.float64))
     share = tl.load(row + ONE_MINUS_BETA1, mask=inside, other=0.0)
     eps = tl.load(row + EPS, mask=inside, other=0.0)
-    if mean_sq is not None:
-        mean = tl.load(mean_sq + t, mask=inside, other=0.0)
+    if coefficients.mean_sq is not None:
+        mean = tl.load(coefficients.mean_sq + t, mask=inside, other=0.0)
         step_size = rules.seen(step_size, mean)
         share = rules.seen(share, mean)
         eps = rules.floored(eps, tl.load(row + FLOOR, mask=inside, other=0.0), mean, root)
@@ -229,24 +222,21 @@ def advance_kernel(
     if unit is not None:
         scale = tl.load(unit + t, mask=inside, other=1.0).to(tl.float64)
         values = tl.where(of_group == UNIT, scale[:, None], values)
-    tl.store(coef + t[:, None] * COLUMNS + of_group, values.to(tl.float32), mask=here)
+    tl.store(coefficients.table + t[:, None] * COLUMNS + of_group, values.to(tl.float32), mask=here)
 
 
-def count_plainly(
-    flags: Tensor, absent: Tensor | None, counters: tuple[Tensor | None, ...], veto: int, bad: int
-) -> Tensor:
+def count_plainly(flags: Tensor, count: Count) -> Tensor:
     """Count a step; return of which tensors, float64 [tensors] or []."""
-    updates, number, replays = counters
     seen = flags[0]
     taken = seen == 0
-    assert updates is not None
-    updates += taken
-    if number is not None:
-        number += 1
-    if replays is not None:
-        told = [torch.ones_like(seen), seen != 0, (seen & veto) != 0, (seen & bad) != 0]
-        replays += torch.stack([each.long() for each in told])
-    return (taken if absent is None else taken & (absent == 0)).double()
+    assert count.updates is not None
+    count.updates.add_(taken)
+    if count.number is not None:
+        count.number.add_(1)
+    if count.replays is not None:
+        each = [torch.ones_like(seen), seen != 0, (seen & count.veto) != 0, (seen & count.bad) != 0]
+        count.replays.add_(torch.stack([every.long() for every in each]))
+    return (taken if count.absent is None else taken & (count.absent == 0)).double()
 
 
 def plain_power(x: Tensor, t: Tensor) -> Tensor:
@@ -262,49 +252,43 @@ def plain_power(x: Tensor, t: Tensor) -> Tensor:
 
 @op(
     advance_kernel,
-    writes=("updates", "number", "replays", "steps", "entered", "moved", "coef"),
+    writes=(
+        *("count.updates", "count.number", "count.replays", "entered"),
+        *("coefficients.steps", "coefficients.moved", "coefficients.table"),
+    ),
     derive={
-        "tensors": ("i32", lambda group_of: len(group_of)),
-        "programs": ("i32", lambda tensors: max(1, -(-tensors // WIDTH))),
+        "programs": ("i32", lambda coefficients_tensors: max(1, -(-coefficients_tensors // WIDTH))),
         "num_warps": ("i32", lambda: 4),
         "WIDTH": ("constexpr", lambda: WIDTH),
         "ROOM": ("constexpr", lambda: ROOM),
     },
 )
 def advance(
-    groups: Doubles, lr: Floats | None, group_of: Integers, flags: Flag | None, absent: Bits | None,
-    updates: Counters | None, number: Integers | None, replays: Counters | None, veto: int, bad: int,
-    steps: Doubles, entered: Doubles | None, renews: bool, unit: Floats | None, mean_sq: Doubles | None,
-    moved: Floats | None, begins: bool, coef: Floats, rho: Floats | None = None,
+    coefficients: Coefficients, count: Count, flags: Flag | None, entered: Doubles | None, renews: bool,
+    unit: Floats | None, begins: bool, rho: Floats | None = None,
 ) -> None:  # fmt: skip
     """Counts a step unless it was skipped, and makes the table of coefficients for the coming one.
 
     Args:
-        groups: What each group's tensors have in common, float64 [groups, GROUP_COLUMNS]: ``Coef``, then ``Group``.
-        lr: Learning rates that are on the device, float32 [groups], instead of those in ``groups``.
-        group_of: int32 [tensors], each tensor's group.
+        coefficients: All of the table is written, and updates of each tensor. Where ``moved``, the table of the step
+            that ends is read, which is added, and ``length`` is not.
+        count: What else is written where a step ends.
         flags: int32 [1] of the step that ends, not 0 where it was skipped; None: nothing is counted.
-        absent: uint8 [tensors], not 0 where no rank had a gradient; None: all had.
-        updates: int64 [], written: steps that were not skipped.
-        number: int32 [], written: the number that the coming step has in messages, modulo 2^32.
-        replays: int64 [4], written: steps, those skipped, those with a flag of ``veto``, and of ``bad``.
-        veto, bad: Masks of flags.
-        steps: float64 [tensors], written: updates of each.
         entered: float64 [tensors], written where ``renews``: updates that have entered each tensor's variance, infinite
             where it is corrected already; None: all.
         renews: Whether the step that ends has entered it, and the coming one will, too.
-        unit: float32 [tensors], the column UNIT; None: that of ``groups``.
-        mean_sq: float64 [tensors], the mean of v, where denominators have a floor, and tensors wait for a variance.
-        moved: float32 [2, tensors], written: sums of STEP_SIZE and products of DECAY over the steps of a round, the one
-            that ends included; None: they are not wanted.
-        begins: Whether the step that ends is the round's first.
-        coef: float32 [tensors, COLUMNS], written; read where ``moved``: the table of the step that ends.
+        unit: float32 [tensors], the column UNIT; None: that of groups.
+        begins: Whether the step that ends is a round's first.
         rho: float32 [tensors], what v is multiplied with in denominators; None: nothing.
     """
+    groups, lr, group_of, steps, mean_sq, table, moved, _ = coefficients
+    assert groups is not None
+    assert group_of is not None
+    assert steps is not None
     if moved is not None:
-        _add_up_plainly(moved, coef, begins)
+        _add_up_plainly(moved, table, begins)
     if flags is not None:
-        counted = count_plainly(flags, absent, (updates, number, replays), veto, bad)
+        counted = count_plainly(flags, count)
         steps += counted
         if entered is not None and renews:
             entered += counted
@@ -324,4 +308,4 @@ def advance(
         made_here[UNIT] = unit.double()
     for column, each in made_here.items():
         values[:, column] = each
-    coef.copy_(values[:, :COLUMNS])
+    table.copy_(values[:, :COLUMNS])

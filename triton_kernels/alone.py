@@ -186,7 +186,7 @@ def finish_alone(
         words[SIGNAL] = norm_left(segments.sums).view(torch.int32)
     flags.copy_(own | hold)
     if not hold:
-        if limit is not None and coefficients is not None and coefficients.table is not None:
+        if limit is not None and coefficients is not None:
             _sum_update(squares_by_block(scale, limit._replace(coef=coefficients.table)), segments)
             size = ordered_sum(segments.sums[UPDATE]).sqrt()
             flags |= judged(torch.where(own[0] == 0, size, 0.0), limit)

@@ -74,8 +74,28 @@ class Header(NamedTuple):
     """More of them, found on the device: int32 [1]; 0 afterwards."""
 
 
+class Count(NamedTuple):
+    """What the end of a step counts by, and where: unless it was skipped, but for its number and replays."""
+
+    absent: Bits | None
+    """Not 0 where no rank had a gradient of a tensor, which is not counted: uint8 [tensors]; None: all had."""
+    updates: Counters | None
+    """Steps that were not skipped, int64 [], written."""
+    number: Table | None
+    """The number that the coming step has in messages, modulo 2^32, int32 [], written."""
+    replays: Counters | None
+    """int64 [4], written: steps, those skipped, those with a flag of ``veto``, and of ``bad``."""
+    veto: int = 0
+    """A mask of flags."""
+    bad: int = 0
+    """Another one."""
+
+
+NOT_COUNTED = Count(None, None, None, None)
+
+
 class Coefficients(NamedTuple):
-    """The table of coefficients, and what renews it where a step counts on the way (``advance.renew_kernel``)."""
+    """The table of coefficients, and what it is made of: anew for the coming step (``advance``), or on the way."""
 
     groups: Doubles | None
     """What each group's tensors have in common, float64 [groups, GROUP_COLUMNS]; None: the table stays as it is."""
@@ -87,13 +107,19 @@ class Coefficients(NamedTuple):
     """Updates of each, float64 [tensors]."""
     mean_sq: Doubles | None
     """The mean of v, where tensors wait for a variance, float64 [tensors]."""
-    table: Floats | None
-    """float32 [tensors, columns of ``Coef``], of which LR, STEP_SIZE, DECAY and UNBIAS1 are written, for the step that
-    is being taken."""
+    table: Floats
+    """float32 [tensors, columns of ``Coef``], written: on the way LR, STEP_SIZE, DECAY and UNBIAS1, for the step that
+    is being taken (``renew_kernel``)."""
     moved: Floats | None = None
-    """float32 [2, tensors], sums of STEP_SIZE and products of DECAY over a round, to which this step is added. The
-    table is then of the round: the mean STEP_SIZE of its ``length`` steps, and the product of their DECAY."""
+    """float32 [2, tensors], sums of STEP_SIZE and products of DECAY over a round, to which this step is added. A table
+    that is renewed on the way is then of the round: the mean STEP_SIZE of its ``length`` steps, and the product of
+    their DECAY."""
     length: int = 1
+
+    @classmethod
+    def of(cls, table: Tensor) -> Coefficients:
+        """Return a table that stays as it is."""
+        return cls(None, None, None, None, None, table)
 
     @staticmethod
     def derived() -> Derived:
@@ -102,9 +128,6 @@ class Coefficients(NamedTuple):
             "tensors": ("i32", lambda group_of: 0 if group_of is None else len(group_of)),
             "moved_stride": ("i32", lambda moved: stride(moved)),
         }
-
-
-NOT_RENEWED = Coefficients(*(None,) * 6)
 
 
 class Limit(NamedTuple):

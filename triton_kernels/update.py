@@ -7,12 +7,13 @@ import torch
 from . import block_io as io
 from . import rules
 from . import user_tensors as users
-from .advance import WIDTH, Integers, count_kernel, count_plainly, programs_of
+from .advance import WIDTH, count_kernel, count_plainly, programs_of
 from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
 from .nouns import (
     Bits,
     Correction,
+    Count,
     Counters,
     DoublePerBlock,
     Doubles,
@@ -90,8 +91,8 @@ def forget_kernel(b, found_before):
 @jit()
 def apply_momentum_kernel(
     params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
-    block_start, live, live_row, skip, rounding, digest, x_squares, absent, updates, number, replays, veto,
-    bad, steps, correction, blocks, blocks_per_chunk, blocks_per_digest,
+    block_start, live, live_row, skip, rounding, digest, x_squares, count, steps, correction, blocks,
+    blocks_per_chunk, blocks_per_digest,
     PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -123,12 +124,14 @@ def apply_momentum_kernel(
                 summed += io.sum_of_bytes(nonzero)
             tl.atomic_add(digest + b // blocks_per_digest, summed, sem="relaxed")
     elif steps is not None:
-        count_kernel(b - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH)
+        count_kernel(b - blocks, skip, count, steps, tensors, WIDTH)
 
 
 @op(
     apply_momentum_kernel,
-    writes=("params", "digest", "updates", "number", "replays", "steps", "x_squares", "correction"),
+    writes=(
+        *("params", "digest", "count.updates", "count.number", "count.replays", "steps", "x_squares", "correction"),
+    ),
     derive={
         "programs": ("i32", lambda blocks, steps: blocks + programs_of(steps)),
         "blocks_per_digest": ("i32", lambda blocks, digest: blocks if digest is None else blocks // len(digest)),
@@ -139,9 +142,8 @@ def apply_momentum(
     params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock,
     exp_avg_sq: Variance | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits,
     live_row: Indices, skip: Flag, rounding: Counters | None, digest: Counters | None = None,
-    x_squares: PerBlock | None = None, absent: Bits | None = None, updates: Counters | None = None,
-    number: Integers | None = None, replays: Counters | None = None, veto: int = 0, bad: int = 0,
-    steps: Doubles | None = None, correction: Correction | None = None,
+    x_squares: PerBlock | None = None, count: Count | None = None, steps: Doubles | None = None,
+    correction: Correction | None = None,
 ) -> None:  # fmt: skip
     """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
@@ -161,20 +163,21 @@ def apply_momentum(
         live, live_row: The active mask: elements that move.
         skip: int32 [1]; where set nothing moves.
         rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
-            drawn from it and from the flat index (``bit_rules.random_bits``); or None: to nearest. Not ``updates``,
-            which count meanwhile.
+            drawn from it and from the flat index (``bit_rules.random_bits``); or None: to nearest. Not the updates
+            of ``count``, which counts meanwhile.
         digest: int64 [parts], to each of which are added the bits of as many blocks, one part after the other, as
             8-byte words, wrapping; also of blocks that do not move, and where ``skip`` is set: ranks compare them.
             Or None.
         x_squares: float32 [B], written: sums of squares of where x goes, unrounded; those of padding stay. Or None.
-        absent, updates, number, replays, veto, bad, steps: Count the step, as those of ``advance`` do; or None.
+        count: Where the step is counted, as ``advance`` does; or None.
+        steps: float64 [tensors], written with it: updates of each.
         correction: What bfloat16 parameters lack of their float32 masters, which are what moves, in units of the
             masters' last bit, read and written: int16 [P]; or int8 [P], in units of 256 of them, where masters are
             rounded stochastically, with the bits of ``rounding``, and parameters to nearest. 0 for other parameters.
             None: there are no masters.
     """
-    if steps is not None:
-        steps += count_plainly(skip, absent, (updates, number, replays), veto, bad)
+    if steps is not None and count is not None:
+        steps += count_plainly(skip, count)
     if digest is not None:
         by_part = exp_avg_bits.view(torch.int64).unflatten(0, (len(digest), -1))
         digest += by_part.sum(tuple(range(1, by_part.dim())))

@@ -251,7 +251,6 @@ def rebuild_momentum(
     """
     renew_plainly(coefficients)
     coef = coefficients.table
-    assert coef is not None
     sent.copy_(exp_avg_scale)
     exp_avg_scale.zero_()
     scale, owner = sent, block_tensor.long()

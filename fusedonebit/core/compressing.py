@@ -22,9 +22,6 @@ from .state.header import COMPRESSED, Fields, is_compressed
 from .state.keeper import Phase
 from .state.spec import Specs, StateSpec
 
-_NOT_COUNTED = (None, None, None, None, 0, 0, None)
-"""What ``CoefficientTable.count`` returns, where ``apply_momentum`` does not count the step."""
-
 
 class CompressingOptimizer(DistributedOptimizer):
     """Skeleton of an optimizer that hands a ``Reducer`` what is to be compressed; a subclass makes ``reducer``."""
@@ -110,7 +107,7 @@ class CompressingOptimizer(DistributedOptimizer):
         """
         dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
         bits, scale, skip, rounding = reducer.bits, reducer.scale, reducer.flags, self._rounding
-        counting = self.coefficients.count(*self._counters()) if self.coefficients.renews else _NOT_COUNTED
+        counting = self.coefficients.count(*self._counters()) if self.coefficients.renews else (None, None)
         where = (coef, *self._tables, skip, rounding, reducer.digest, x_squares, *counting, self.parameters.correction)
         apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, *where)
 

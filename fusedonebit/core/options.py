@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm import Flag
 from ..triton_kernels import LARGEST_GRADIENT, Coef, advance
-from ..triton_kernels.nouns import Coefficients
+from ..triton_kernels.nouns import NOT_COUNTED, Coefficients, Count
 from ..triton_kernels.tables import capturing
 from .telemetry import upload, upload_into
 
@@ -261,17 +261,16 @@ class CoefficientTable:
         made = self._made.steps, self._made.mean_sq, self._table
         return Coefficients(self._rows, self.lr, self._group_of, *made, moved, length)
 
-    def count(self, absent: Tensor | None, *counters: Tensor | None) -> tuple[Any, ...]:
-        """Return the last arguments of the op ``apply_momentum``, with which it counts the step, and note that."""
+    def count(self, absent: Tensor | None, *counters: Tensor | None) -> tuple[Count, Tensor]:
+        """Return what the op ``apply_momentum`` counts the step by, and updates of each tensor, and note that."""
         assert self._made is not None
         self.counted = True
-        return *self._counting(absent, *counters), self._made.steps
+        return self._counting(absent, *counters), self._made.steps
 
     def advance(self, flags: Tensor, absent: Tensor | None, *counters: Tensor | None) -> None:
         """Count the step that ends, and make the table for one like it; see the op."""
         assert self._made is not None
-        counting = self._counting(absent, *counters)
-        self._launch(self._made, self._table, flags, counting, self._round[:2])
+        self._launch(self._made, self._table, flags, self._counting(absent, *counters), self._round[:2])
         self._stale = False
         self._end()
 
@@ -289,22 +288,22 @@ class CoefficientTable:
         return coef if absent is None else torch.where(absent[:, None], self._still, coef)
 
     @staticmethod
-    def _counting(absent: Tensor | None = None, *counters: Tensor | None) -> tuple[Any, ...]:
-        updates, number, replays = counters or (None, None, None)
+    def _counting(absent: Tensor | None, *counters: Tensor | None) -> Count:
+        updates, number, replays = counters
         absent = None if absent is None else absent.view(torch.uint8)
-        return absent, updates, number, replays, int(Flag.VETO), int(Flag.MISMATCH | Flag.ABORT)
+        return Count(absent, updates, number, replays, int(Flag.VETO), int(Flag.MISMATCH | Flag.ABORT))
 
     def _launch(
         self,
         made: Made,
         table: Tensor,
         flags: Tensor | None = None,
-        counting: tuple[Any, ...] = (),
-        moved: tuple[Tensor | None, bool] = _NO_ROUND[:2],
+        count: Count = NOT_COUNTED,
+        of_round: tuple[Tensor | None, bool] = _NO_ROUND[:2],
     ) -> None:
-        which = (made.steps, made.entered, made.renews, made.unit, made.mean_sq, *moved, table, made.rho)
-        arguments: list[Any] = [self._rows, self.lr, self._group_of, flags, *(counting or self._counting()), *which]
-        advance(*arguments)
+        moved, begins = of_round
+        coefficients = Coefficients(self._rows, self.lr, self._group_of, made.steps, made.mean_sq, table, moved)
+        advance(coefficients, count, flags, made.entered, made.renews, made.unit, begins, made.rho)
 
     def _upload(self, groups: Sequence[dict[str, Any]], renews: bool) -> tuple[bool, bool]:
         """Bring the groups' rows up to date; return whether learning rates may have changed, and anything else."""

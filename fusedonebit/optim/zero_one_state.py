@@ -35,7 +35,7 @@ from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, rebuild_momentum
 from ..triton_kernels.headers import Word
 from ..triton_kernels.levels import LEVELS
-from ..triton_kernels.nouns import NOT_RENEWED
+from ..triton_kernels.nouns import Coefficients
 from ..triton_kernels.scaling import SQUARES
 from .adam_update import AdamUpdate
 from .freezing import denominator
@@ -307,7 +307,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     ) -> None:
         """Turn bits into floats; of the bits only ``stats`` wants to know any further how large they were."""
         bits, scale = self.reducer.bits, self.reducer.scale
-        table = (self.coefficients.renewal() or NOT_RENEWED)._replace(table=coef)
+        table = (self.coefficients.renewal() or Coefficients.of(coef))._replace(table=coef)
         tables = (*self._tables, out, self._sent_scale)
         rebuild_momentum(*self._places, bits, scale, summed, awaited, exp_avg_sq, inside, table, *tables)
 

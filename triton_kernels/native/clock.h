@@ -13,28 +13,27 @@ static inline double power(double x, double t)
     return y;
 }
 
-static inline void count(int32_t seen, int64_t *updates, int32_t *number, int64_t *replays, int64_t veto, int64_t bad)
+static inline void count_step(int32_t seen, struct Count of)
 {
-    *updates += !seen;
-    if (number)
-        *number = (uint32_t)*number + 1;
-    if (replays) {
-        replays[0]++;
-        replays[1] += seen != 0;
-        replays[2] += (seen & veto) != 0;
-        replays[3] += (seen & bad) != 0;
+    *of.updates += !seen;
+    if (of.number)
+        *of.number = (uint32_t)*of.number + 1;
+    if (of.replays) {
+        of.replays[0]++;
+        of.replays[1] += seen != 0;
+        of.replays[2] += (seen & of.veto) != 0;
+        of.replays[3] += (seen & of.bad) != 0;
     }
 }
 
 /* Counts a step of width tensors; the first of programs, all else. */
-static inline void count_tensors(int64_t p, const int32_t *flags, const uint8_t *absent, int64_t *updates,
-                                 int32_t *number, int64_t *replays, int64_t veto, int64_t bad, double *steps,
-                                 int64_t tensors, int64_t width)
+static inline void count_tensors(int64_t p, const int32_t *flags, struct Count of, double *steps, int64_t tensors,
+                                 int64_t width)
 {
     for (int64_t t = p * width; !*flags && t < tensors && t < (p + 1) * width; t++)
-        steps[t] += !(absent && absent[t]);
+        steps[t] += !(of.absent && of.absent[t]);
     if (p == 0)
-        count(*flags, updates, number, replays, veto, bad);
+        count_step(*flags, of);
 }
 
 /* Adds a step of tensor t to those of a round. */

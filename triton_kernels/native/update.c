@@ -105,7 +105,7 @@ KERNEL(apply_momentum)
 {
     float update[MOST], room[MOST];
     for (int64_t p = begin > blocks ? begin : blocks; p < end; p++)
-        count_tensors(p - blocks, skip, absent, updates, number, replays, veto, bad, steps, tensors, WIDTH);
+        count_tensors(p - blocks, skip, count, steps, tensors, WIDTH);
     end = end < blocks ? end : blocks;
     for (int64_t b = begin; b < end; b++) {
         const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
