@@ -38,14 +38,18 @@ HALF_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16") | {"drawn": "*i
 CODED_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq", "octaves"), "*u8") | {"drawn": "*i64"}
 CORRECTED = BF16 | {"correction": "*i16"}
 CORRECTED_BY_8_BITS = BF16 | STOCHASTIC | {"correction": "*i8"}
-CLOCK = {"ROOM": 32, "entered": "*fp64"}
+MADE = {"ROOM": 32, "coefficients_group_of": "*i32"}
+MADE |= dict.fromkeys(("coefficients_groups", "coefficients_steps"), "*fp64")
+CLOCK = MADE | {"entered": "*fp64"}
 TABLE = {"coefficients_table": "*fp32"}
 RENEWS = dict.fromkeys(("coefficients_groups", "coefficients_steps", "coefficients_mean_sq"), "*fp64") | TABLE
 RENEWS |= {"coefficients_group_of": "*i32"}
 SUMS = {"digest": "*i64"}
-COUNTS = {"steps": "*fp64", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
-CAPTURED = {"flags": "*i32", "absent": "*u8", "updates": "*i64", "number": "*i32", "replays": "*i64"}
-CAPTURED |= {"lr": "*fp32", "unit": "*fp32"}
+TAKEN = {"flags": "*i32", "count_updates": "*i64"}
+COUNTS = {"count_absent": "*u8", "count_updates": "*i64", "count_number": "*i32", "count_replays": "*i64"}
+CAPTURED = TAKEN | COUNTS | {"coefficients_lr": "*fp32", "unit": "*fp32"}
+COUNTS |= {"steps": "*fp64"}
+FLOORS = {"coefficients_mean_sq": "*fp64"}
 FINISH = {"NORM": 2}
 LIMIT = {"limit_block_tensor": "*i32", "limit_weight": "*fp32", "limit_largest": "*fp64", "limit_norm": "*fp64"}
 ALONE = FINISH | RENEWS | LIMIT
@@ -64,7 +68,7 @@ OWN_STEP = {"PRECONDITION": True, "MOVES": True}
 FOLLOWS = OWN_STEP | {"FOLLOWS": True}
 FIRST = {"anchor": "*fp32"}
 OF_A_ROUND = {"summed": "*fp32", "awaited": "*fp64"}
-MOVED = dict.fromkeys(("moved", "coefficients_moved"), "*fp32")
+MOVED = {"coefficients_moved": "*fp32"}
 ONLY_MOMENTUM = {"MOVES": False, "LAST": True}
 
 Loops = int | tuple[int, ...]
@@ -268,14 +272,12 @@ CASES = {
 }
 VARIANTS = {
     "advance": Case("advance", CLOCK),
-    "advance, counts": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "RENEWS": True}),
+    "advance, counts": Case("advance", CLOCK | TAKEN | {"RENEWS": True}),
     "advance, captured": Case("advance", CLOCK | CAPTURED),
-    "advance, floors": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"}),
-    "advance, adds up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "mean_sq": "*fp64"} | MOVED),
-    "advance, begins to add up": Case("advance", CLOCK | {"flags": "*i32", "updates": "*i64", "BEGINS": True} | MOVED),
-    "advance, levels": Case(
-        "advance", {"ROOM": 32, "flags": "*i32", "updates": "*i64", "rho": "*fp32", "BEGINS": True} | MOVED
-    ),
+    "advance, floors": Case("advance", CLOCK | TAKEN | FLOORS),
+    "advance, adds up": Case("advance", CLOCK | TAKEN | FLOORS | MOVED),
+    "advance, begins to add up": Case("advance", CLOCK | TAKEN | MOVED | {"BEGINS": True}),
+    "advance, levels": Case("advance", MADE | TAKEN | MOVED | {"rho": "*fp32", "BEGINS": True}),
     "tell_squares, mixed, of a scaled loss": Case("tell_squares", MIXED | {"factor": "*fp32"}, halves=2),
     "tell_level, mixed, of a scaled loss": Case("tell_level", MIXED | {"factor": "*fp32"}, halves=2),
     "follow_level": Case("follow_level", {"absent": "*u8"}, loops=1),
