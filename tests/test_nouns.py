@@ -58,6 +58,7 @@ def test_what_was_flattened_comes_back_whole(other):
     signature = Signature(eager)
     flat = signature.flat((A, Pair(A, B, True), other, C))
     assert len(flat) == len(signature.slots)
+    assert list(flat[-4:]) == [None, None, False, 7]
     found.clear()
     signature.regrouped(eager)(*flat[:-2])  # torch leaves out defaults at the end
     ((x, pair, given, hold, last),) = found

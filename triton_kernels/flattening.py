@@ -21,6 +21,7 @@ from .native.generate import Place, Spec
 from .nouns import Derived, Sizes, Tensors
 
 _SCHEMAS = {int: "int", float: "float", bool: "bool", Tensors: "Tensor[]", Sizes: "SymInt[]"}
+_NOTHING = {"int": 0, "float": 0.0, "bool": False}
 REQUIRED = inspect.Parameter.empty
 
 
@@ -42,7 +43,10 @@ class _Noun(NamedTuple):
 
     def absent(self) -> list[Any]:
         """Return the fields of one that is left out."""
-        return [None if slot.schema.startswith("Tensor") else slot.default for slot in self.slots]
+        return [
+            _NOTHING.get(slot.schema) if slot.default is REQUIRED or slot.spec is not None else slot.default
+            for slot in self.slots
+        ]
 
     def of(self, flat: Sequence[Any]) -> Any:
         """Return the noun in an op's flat arguments; None where it was left out."""
