@@ -267,8 +267,8 @@ class Workload:
             *(self.block_tensor, self.table.bits, self.table.row, self.skip, None, self._sum()),
         )
         *_, steps, updates = self._clock()
-        counting = (None, None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH), steps)
-        return partial(ops.apply_momentum, *arguments, *counting)
+        count = Count(None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH))
+        return partial(ops.apply_momentum, *arguments, None, count, steps)
 
     def adam_update(self) -> partial[None]:
         layout = self.layout

@@ -105,7 +105,7 @@ def arguments(op: str, kept: torch.dtype, step: int, sizes=SIZES, dtypes=(torch.
     rounding = None if kept is INT16 else torch.tensor(step)
     if op == "apply_momentum":
         first = p.apply_arguments(p.exp_avg_sq, skip=skip, rounding=rounding)
-        return *first, None, None, None, None, 0, 0, None, correction
+        return *first, None, None, correction
     return *p.update_arguments(skip, False, rounding), *p.flags_found(), None, None, correction
 
 

@@ -87,7 +87,7 @@ def test_a_kernel_of_nouns_is_launched_with_flat_arguments_and_finds_what_is_der
     others = [name.replace("pair", "other").replace("PAIR", "OTHER") for name in fields]
     assert list(parameters) == ["x", *fields, "hold", *others]
     assert parameters["PAIR_COUNTS"].annotation == "tl.constexpr"
-    assert "def kernel_of_flat(" in inspect.getsource(flat.function)
+    assert "def kernel(" in inspect.getsource(flat.function)
     found.clear()
     flat.function(A, B, None, True, 3, 2, C, B, None, False, 5, 2)
     assert found == [(A, B, True, 2, C, 5)]

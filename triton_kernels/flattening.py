@@ -137,7 +137,7 @@ class Signature:
         declared = inspect.signature(kernel.function).parameters
         if not any(name in self._nouns for name in declared):
             return kernel
-        names: dict[str, Any] = {"tl": tl, "kernel": kernel}
+        names: dict[str, Any] = {"tl": tl, "of_nouns": kernel}
         flat, given = [], []
         for name, parameter in declared.items():
             if name not in self._nouns:
@@ -181,11 +181,11 @@ def _slot(hint: Any, optional: bool, default: Any) -> Slot:
 
 def _printed(kernel: Deferred, names: dict[str, Any], flat: Sequence[str], given: Sequence[str]) -> Deferred:
     """Return a function of these arguments that calls the kernel; Triton reads its source where Python keeps lines."""
-    called = f"{kernel.function.__name__}_of_flat"
-    source = f"def {called}({', '.join(flat)}):\n    kernel({', '.join(given)})\n"
-    file = f"<{kernel.function.__module__}.{called}>"
+    called = kernel.function.__name__  # as profilers show it
+    source = f"def {called}({', '.join(flat)}):\n    of_nouns({', '.join(given)})\n"
+    file = f"<{kernel.function.__module__}.{called}, flat>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    names["__name__"] = f"{kernel.function.__module__}.{called}"
+    names["__name__"] = file
     exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
     function = names[called]
     function.__module__ = kernel.function.__module__
