@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from . import adamw, averaging, bert, bytes_moved, host, kernels, ranks, step, step_time, wire
-from .gpu import machine, smoke, steps, two_ranks
+from .gpu import defaults, machine, smoke, steps, two_ranks
 from .gpu.written import replace_json
 from .registry import CASES, Case, Report, facts
 
 RESULTS = Path(__file__).with_name("results")
-ON_A_GPU = (machine, smoke, two_ranks, steps, kernels)
+ON_A_GPU = (machine, smoke, two_ranks, steps, defaults, kernels)
 MODULES = (wire, bytes_moved, step, adamw, host, ranks, averaging, step_time, bert, *ON_A_GPU)
 """Which register the cases, in this order."""
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import audit_steps, optimizers, registry
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import here, plans, profiled, runner, shares, smoke, steps
+from benchmarks.gpu import defaults, here, plans, profiled, runner, shares, smoke, steps
 from benchmarks.gpu.runner import Job, Stage, run
 from fusedonebit import Lamb
 from fusedonebit.triton_kernels import backends, native
@@ -202,9 +202,9 @@ def test_all_deadlines_together_are_below_the_plans_limit(plan, most, device, co
 
 
 def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_refused(tmp_path, capsys):
-    chosen = plans.PLANS["speed"].chosen("cuda", ["steps-10M", "warm"])
+    chosen = plans.PLANS["speed"].chosen("cuda", ["steps-10M", "warm-defaults"])
     names = [job.name for stage in chosen for job in stage.jobs]
-    assert names == ["machine", *(f"warm-{i}" for i in range(len(steps.PEERS))), "steps-10M"]
+    assert names == ["machine", *(f"warm-defaults-{i}" for i in range(len(defaults.USUAL))), "steps-10M"]
     with pytest.raises(SystemExit):
         gpu.main(["speed", "--out", str(tmp_path), "--only", "stepss"])
     assert "there is no job 'stepss': there are machine, warm-0," in capsys.readouterr().err
@@ -212,8 +212,9 @@ def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_re
 
 def test_the_plans_name_every_optimizer_and_every_size_of_that_size():
     assert set(plans.SMOKE + plans.ALIKE) == set(smoke.OPTIMIZERS)
-    assert len(steps.PEERS) == plans.WARM
-    assert {**plans.SPEED, **plans.REST}.keys() == steps.MODELS.keys()
+    assert {"warm": len(steps.PEERS), "warm-defaults": len(defaults.USUAL)} == plans.WARM
+    sizes = {**plans.SPEED, **plans.REST}.keys()
+    assert sizes == {f"steps-{name}" for name in steps.MODELS} | {"defaults-10M", "defaults-340M"}
     for name, shapes in steps.MODELS.items():
         wanted = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
         assert steps.numel_of(shapes) == pytest.approx(wanted, rel=0.05)

@@ -19,9 +19,10 @@ from .runner import Job, Stage
 SMOKE = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MarsitAdam", "OneBitLion", "AdamW-8bit", "Lamb")
 ALIKE = ("OneBitAdam-8bit", "OneBitAdam-frozen", "OneBitLamb-frozen", "MarsitSGD", "OneBitAdam-bf16", "AdamW")
 """Optimizers that share most of their kernels with one of ``SMOKE``."""
-WARM = 6
-"""Jobs that warm the cache, one for each of ``steps.PEERS``."""
-SPEED, REST = {"340M": 90, "10M": 44}, {"50M": 60, "1.3B": 120}
+WARM = {"warm": 6, "warm-defaults": 7}
+"""Jobs that warm the cache: one for each of ``steps.PEERS``, and of ``defaults.USUAL``."""
+SPEED = {"steps-340M": 90, "steps-10M": 44, "defaults-340M": 80}
+REST = {"defaults-10M": 40, "steps-50M": 60, "steps-1.3B": 90}
 """Seconds of steps of each size."""
 BOTH = ("adamw",)
 """Cases that are results on a CPU, too."""
@@ -138,12 +139,13 @@ def _shares(device: str, deadline: float, *options: str) -> Stage:
 
 
 def _warm(device: str) -> Stage:
-    jobs = [_case(f"warm-{i}", device, 36, at_once=WARM) for i in range(WARM)]
+    names = [f"{name}-{i}" for name, count in WARM.items() for i in range(count)]
+    jobs = [_case(name, device, 38, at_once=len(names)) for name in names]
     return Stage(jobs[:1] if device == "cpu" else jobs)  # nothing is compiled there
 
 
 def _timed(device: str, sizes: dict[str, int]) -> list[Stage]:
-    return [Stage([_case(f"steps-{name}", device, deadline)]) for name, deadline in sizes.items()]
+    return [Stage([_case(name, device, deadline)]) for name, deadline in sizes.items()]
 
 
 def _kernels(device: str) -> Stage:
@@ -162,22 +164,22 @@ def _check(device: str) -> list[Stage]:
 
 
 def _speed(device: str) -> list[Stage]:
-    alone = Stage([_case("adamw", device, 35, "--numel", "340000000", "--rounds", "9")])
-    return [_machine(device), _warm(device), *_timed(device, SPEED), alone, _kernels(device)]
+    return [_machine(device), _warm(device), *_timed(device, SPEED)]
 
 
 def _all(device: str) -> list[Stage]:
     times = _times(device)
-    whole = [_machine(device, times.machine), _smoke(device, times), *_ranks(device, times.ranks), _shares(device, 320)]
-    far = _tests("tests-far", device, 100, FAR, of=8 if device == "cpu" else 1)
-    rest = [*_timed(device, REST), Stage([_case("roofline", device, 100, "--rounds", "5")])]
-    return [*whole, *_speed(device)[1:], *rest, Stage([far], patient=True)]
+    whole = [_machine(device, times.machine), _smoke(device, times), *_ranks(device, times.ranks), _shares(device, 300)]
+    far = _tests("tests-far", device, 80, FAR, of=8 if device == "cpu" else 1)
+    alone = Stage([_case("adamw", device, 35, "--numel", "340000000", "--rounds", "9")])
+    rest = [*_timed(device, REST), Stage([_case("roofline", device, 60, "--rounds", "5")])]
+    return [*whole, *_speed(device)[1:], alone, _kernels(device), *rest, Stage([far], patient=True)]
 
 
 PLANS = {
     "check": Plan("machine, every optimizer, graphs, NCCL, a compiled step, and the tests", 268, _check),
-    "speed": Plan("whole steps against fused AdamW, 8-bit AdamW, and every kernel's bytes a second", 269, _speed),
-    "all": Plan("both, and steps of 50M and 1.3B parameters, kernels by size, the largest tensors", 1190, _all),
+    "speed": Plan("whole steps against fused AdamW, with a frozen variance and as by default", 269, _speed),
+    "all": Plan("both, 8-bit AdamW, every kernel, steps of 50M and 1.3B parameters, the largest tensors", 1199, _all),
 }
 
 
