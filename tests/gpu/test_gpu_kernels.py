@@ -9,12 +9,14 @@ differ by 1e-14, and the float32 scales made of them are equal again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
 from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
+from op_arguments import arguments_of
 from scaling_arguments import TO_SCALE, TOLD, scaling_arguments, squares_arguments
 from torch import Tensor
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
@@ -184,10 +186,12 @@ def test_masters_of_which_corrections_are_kept_move_as_in_eager(check, sizes, ke
     p = problem(sizes, 2, 128, torch.bfloat16, masks={0: torch.arange(sizes[0]) % 3 > 0})
     p.exp_avg_sq.mul_(p.live_mask)
     correction = torch.randint(-128, 128, (p.layout.numel,), dtype=kept)
-    applied = (*p.apply_arguments(p.exp_avg_sq, rounding=step), None, None, None, None, 0, 0, None, correction)
-    check("apply_momentum", sizes, lambda: applied)
-    updated = (*p.update_arguments(sums=False, rounding=step), None, None, None, None, correction)
-    check("adam_update", sizes, lambda: updated)
+    given = {
+        "apply_momentum": p.apply_arguments(p.exp_avg_sq, rounding=step),
+        "adam_update": p.update_arguments(sums=False, rounding=step),
+    }
+    for name, arguments in given.items():
+        check(name, sizes, partial(arguments_of, name, *arguments, correction=correction))
 
 
 @pytest.mark.parametrize("deepspeed", [False, True])
