@@ -46,7 +46,7 @@ def main(width: int, layers: int, batch: int, buckets: int, rounds: int) -> None
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     apart = Peer(width, layers, batch, Wire(buckets=buckets))
-    together = Peer(width, layers, batch, Wire(buckets=buckets, overlap="always"))
+    together = Peer(width, layers, batch, Wire(buckets=buckets, overlap=True))
     seen: list[tuple[float, float, float]] = []
     for i in range(WARM_UP + rounds):
         backward, step = apart.step()

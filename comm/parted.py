@@ -156,9 +156,10 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         self.worker = SideOfParts([part.worker for part in self.parts])
         if self.serves:
             self.server = SideOfParts([part.server for part in self.parts])
-            # All buckets' messages, as they are sent and as they arrive: [ranks, buckets, bytes].
-            messages = torch.stack([part.to_servers.buffer for part in self.parts], 1)
-            self._together = messages, torch.empty_like(messages)
+            if self.together:
+                # All buckets' messages, as they are sent and as they arrive: [ranks, buckets, bytes].
+                messages = torch.stack([part.to_servers.buffer for part in self.parts], 1)
+                self._together = messages, torch.empty_like(messages)
             return
         self._part_flags = torch.zeros(count, dtype=torch.int32, device=self.device)
         for part, found in zip(self.parts, self._part_flags.split(1), strict=True):
@@ -222,7 +223,7 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
     @property
     def wire_bytes(self) -> int:
         """See ``Reducer``."""
-        return super().wire_bytes + (sum(messages.nbytes for messages in self._together) if self.serves else 0)
+        return super().wire_bytes + (sum(messages.nbytes for messages in self._together) if self.together else 0)
 
     @property
     def sides(self) -> tuple[SideOfParts, ...]:

@@ -138,7 +138,7 @@ WHEN = ["in the warm-up", "in compression", "under no_sync", "without gradients 
 
 
 def between_backward_and_step(rank: int, world_size: int, when: str) -> tuple[float, str, bool]:
-    wire = Wire(overlap="always") if when == "with overlap" else Wire()
+    wire = Wire(overlap=True) if when == "with overlap" else Wire()
     steps = 1 if when in ("in the warm-up", "with overlap") else 4
     model, optimizer, handle = attached(lambda params, lr: OneBitAdam(params, lr, freeze_step=2, wire=wire))
     train(model, optimizer, rank, range(steps))

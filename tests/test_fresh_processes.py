@@ -164,7 +164,7 @@ CALLS = {
     "masters_of_rank": "optimizer.masters_of_rank",
     "phase": "assert isinstance(optimizer.phase, str)",
     "last_grad_norm": "optimizer.last_grad_norm",
-    "no_sync": "with new(wire=fusedonebit.Wire(overlap='always', buckets=2)).no_sync(): pass",
+    "no_sync": "with new(wire=fusedonebit.Wire(overlap=True, buckets=2)).no_sync(): pass",
     "__repr__": "assert type(optimizer).__name__ in repr(optimizer)",
     "__deepcopy__": "import copy; copy.deepcopy((model, optimizer))",
     "__getstate__": "import pickle; pickle.loads(pickle.dumps(optimizer))",

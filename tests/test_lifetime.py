@@ -21,7 +21,7 @@ CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         params, freeze_step=2, max_grad_norm=1.0, numerics=Numerics(ternary=True)
     ),
     "OneBitAdam, overlap": lambda params: OneBitAdam(
-        params, freeze_step=2, faults=Faults(guard="off"), wire=Wire(overlap="always")
+        params, freeze_step=2, faults=Faults(guard="off"), wire=Wire(overlap=True)
     ),
     "OneBitAdam, master weights": lambda params: OneBitAdam(
         params, freeze_step=2, faults=Faults(guard="off"), numerics=Numerics(master_weights=True)

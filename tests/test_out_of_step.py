@@ -291,7 +291,7 @@ def test_the_count_goes_on_in_a_checkpoint_beyond_32_bits():
 def repeat_with_overlap(rank: int, world_size: int) -> tuple[str, str, bool]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 30), nn.Linear(30, 1))
-    optimizer = OneBitAdam(net.parameters(), freeze_step=2, faults=Faults(guard="off"), wire=Wire(overlap="always"))
+    optimizer = OneBitAdam(net.parameters(), freeze_step=2, faults=Faults(guard="off"), wire=Wire(overlap=True))
     for step in range(6):
         before = fingerprint(parameters(optimizer))
         if rank == 0 or step < 5:

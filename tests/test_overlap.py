@@ -1,4 +1,4 @@
-"""``overlap="always"``: the same bits as the same buckets without, whatever happens in a backward pass."""
+"""``overlap=True``: the same bits as the same buckets without, whatever happens in a backward pass."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ OF_LAMB = ("plain", "scope layer, several groups", "gradient accumulation", "unu
 
 
 def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dict[str, Any]:
-    """Trains with overlap, in turns with and without, and without; returns where the states part.
+    """Trains with overlap and without; returns where the states part.
 
     But for digests of what was received: messages say when they were sent, by their tags and earlier digests.
     """
@@ -138,14 +138,14 @@ def side_by_side(rank: int, world_size: int, name: str, cases: list[str]) -> dic
         given = dict(CASES[case])
         told, steps = given.pop("train", {}), range(given.pop("steps", STEPS))
         states, phases, sent = [], [], []
-        for overlap in ("always", True, False):
+        for overlap in (True, False):
             model, optimizer = make(name, overlap=overlap, **given)
             phases.append(train(model, optimizer, rank, steps, **told))
             states.append(whole_state(optimizer))
             sent.append({k: optimizer.stats()[k] for k in ("bytes_total", "skipped_steps")})
-        *others, one = ({key: np.ravel(each[key]) for key in each.keys() - {"digests"}} for each in states)
-        unequal = [key for key in one for other in others if not np.array_equal(one[key], other[key])]
-        alike = [each[:-1] == [each[-1]] * 2 for each in (phases, sent)]
+        one, other = ({key: np.ravel(each[key]) for key in each.keys() - {"digests"}} for each in states)
+        unequal = [key for key in one if not np.array_equal(one[key], other[key])]
+        alike = [first == second for first, second in (phases, sent)]
         found[case] = (unequal, *alike, phases[0], states[0]["x"], sent[0])
     return found
 
@@ -188,7 +188,7 @@ def test_overlap_changes_no_bit_on_four_ranks():
 
 def test_overlap_sends_in_the_backward_pass_in_one_process_too():
     states = []
-    for overlap in ("always", False):
+    for overlap in (True, False):
         model, optimizer = make(overlap=overlap)
         train(model, optimizer, 0, range(STEPS))
         states.append(whole_state(optimizer))
@@ -202,7 +202,7 @@ def test_overlap_sends_in_the_backward_pass_in_one_process_too():
 def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is_waited_for(monkeypatch):
     """On a GPU another stream reads it after the hook has returned; then its memory is free for whoever asks."""
     params = [nn.Parameter(torch.ones(40, 32)) for _ in range(3)]
-    optimizer = OneBitAdam(params, freeze_step=1, faults=Faults(guard="off"), wire=Wire(buckets=3, overlap="always"))
+    optimizer = OneBitAdam(params, freeze_step=1, faults=Faults(guard="off"), wire=Wire(buckets=3, overlap=True))
     copies: list[weakref.ref[Tensor]] = []
     compress = allreduce.momentum_compress
 
@@ -250,7 +250,7 @@ def free(
     """Parameters without a model; the last bucket has the last two of them."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((900,), (40,), (350, 2), (1,))]
-    return params, OneBitAdam(params, **objects(**OPTIONS | {"overlap": "always", "precondition": False} | options))
+    return params, OneBitAdam(params, **objects(**OPTIONS | {"overlap": True, "precondition": False} | options))
 
 
 def step_on(params: list[nn.Parameter], optimizer: OneBitAdam, gradients: list[Tensor]) -> None:
@@ -303,7 +303,7 @@ def test_a_nan_in_one_bucket_on_one_rank_skips_all_buckets_on_all_ranks_and_noth
 def in_the_warm_up_and_after(rank: int, world_size: int) -> None:
     """Loads, adds a group, and takes steps without a backward pass."""
     ends = []
-    for overlap in ("always", False):
+    for overlap in (True, False):
         params = free(rank)[0]
         while any(p._post_accumulate_grad_hooks for p in params):  # the optimizer that comes with them goes
             gc.collect()  # as soon as its thread lets go of it
@@ -362,7 +362,8 @@ def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
         ({"max_grad_norm": 1.0}, "max_grad_norm must be None with Wire(overlap=True), got 1.0"),
         ({"capturable": True}, "capturable must be False with Wire(overlap=True)"),
         ({"buckets": 0}, "buckets must be an int >= 1 or None, got 0"),
-        ({"overlap": 1}, 'overlap must be False, True or "always", got 1'),
+        ({"overlap": 1}, "overlap must be True or False, got 1"),
+        ({"overlap": "always"}, 'overlap must be True or False, got "always": with Wire(overlap=True) each step'),
     ],
 )
 def test_what_overlap_can_not_do_is_refused(options, text):

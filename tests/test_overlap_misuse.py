@@ -1,4 +1,4 @@
-"""``overlap="always"``: what one rank or all ranks do wrong in a backward pass is an error, on every rank."""
+"""``overlap=True``: what one rank or all ranks do wrong in a backward pass is an error, on every rank."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def overlap(rank: int, world_size: int, noting: Noting) -> Any:
         for name in ONEBIT:
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 30))
-            optimizer = BASES[name].kind(model.parameters(), 1e-3, overlap="always")
+            optimizer = BASES[name].kind(model.parameters(), 1e-3, overlap=True)
             for _ in range(6):
                 optimizer.zero_grad()
                 model(torch.randn(8, 300)).square().mean().backward()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam
 from fusedonebit.comm import Transport, make_transport
-from fusedonebit.core.overlap_trial import EACH, SETTLES
 
 from ..timed import Timed
 from .hooks import Bfloat16, Hook, Int8, PowerSGD
@@ -21,8 +20,6 @@ from .split import WARM_UP, Turn
 from .task import BETAS, LR, WEIGHT_DECAY
 
 CPU = torch.device("cpu")
-TRIED = SETTLES + 2 * EACH
-"""Steps in which ``Wire(overlap=True)`` finds out whether it pays."""
 FAR = 10**6
 """Updates that no timing reaches."""
 
@@ -56,10 +53,6 @@ class Replica:
         return Turn(began, computed, ended, self.spans(), float(loss.detach()))
 
     optimizer: torch.optim.Optimizer
-
-    def prepare(self, batch: Tensor) -> list[Turn]:
-        """Takes the steps in which a method finds out how to go on; those are turns of nobody else."""
-        return []
 
     def start(self) -> None:
         """Forgets the last step's times."""
@@ -136,10 +129,6 @@ class Overlapped(Replica):
         super().__init__(model)
         self.optimizer = make(model.parameters(), wire=Wire(overlap=True))
 
-    def prepare(self, batch: Tensor) -> list[Turn]:
-        self.turn(batch)  # of the warm-up
-        return [self.turn(batch) for _ in range(TRIED)]
-
     def sent(self) -> int:
         return self.optimizer.stats()["bytes_step"]
 
@@ -167,20 +156,10 @@ class Renewing(OneBit):
         self.optimizer.living.age = 0
 
 
-class RenewingOverlapped(BetweenOverlapped):
-    """The same, overlapped, if that pays between renewals."""
-
-    prepared = False
-
-    def prepare(self, batch: Tensor) -> list[Turn]:
-        turns = super().prepare(batch)
-        self.prepared = True
-        return turns
+class RenewingOverlapped(Overlapped):
+    """The same, overlapped."""
 
     def start(self) -> None:
-        if not self.prepared:
-            super().start()
-            return
         self.optimizer.living.age = 0
 
 

@@ -87,7 +87,6 @@ def steps(task: Task, methods: Mapping[str, int]) -> dict[str, Any]:
     replicas = {name: METHODS[name](task.model()) for name in methods}
     turns: dict[str, list[Turn]] = {name: [] for name in methods}
     crossed = dict.fromkeys(methods, 0)
-    prepared = {name: replica.prepare(task.batch_of(corpus, 0, rank)) for name, replica in replicas.items()}
     for i in range(WARM_UP + max(methods.values())):
         batch = task.batch_of(corpus, i, rank)
         for name, replica in replicas.items():
@@ -104,10 +103,6 @@ def steps(task: Task, methods: Mapping[str, int]) -> dict[str, Any]:
     of_all = _of_all_ranks(turns)
     overlapped = [name for name, replica in replicas.items() if replica.overlaps]
     seconds = summarise({name: _by_round([t[name] for t in of_all]) for name in methods}, overlapped)
-    of_all = _of_all_ranks(prepared)
-    for name in overlapped:
-        if rounds := _by_round([t[name] for t in of_all]):
-            seconds[name]["tried"] = sum(map(whole, rounds)) - len(rounds) * seconds[name]["whole"]
     return {
         name: seconds[name] | {"bytes": replica.sent(), "link_bytes": crossed[name] // methods[name]}
         for name, replica in replicas.items()

@@ -52,9 +52,9 @@ def stages(method: str, steps: int, warmup: float) -> dict[str, int]:
 
 
 def seconds_of(row: Record, method: str, steps: int, warmup: float) -> float:
-    """Return what a whole run takes at a row's rate, with what it takes longer while it finds out how to go on."""
-    counts, measured = stages(method, steps, warmup), row["methods"]
-    return sum(count * measured[stage]["whole"] for stage, count in counts.items()) + measured[method].get("tried", 0.0)
+    """Return what a whole run takes at a row's rate."""
+    counts = stages(method, steps, warmup)
+    return sum(count * row["methods"][stage]["whole"] for stage, count in counts.items())
 
 
 def length(record: Record, method: str, at: str = equal.BASE) -> float:

@@ -22,10 +22,8 @@ from ..comm import (
     make_all_reduce,
 )
 from ..comm.reducer import Compress
-from ..errors import warn
 from .arrivals import Arrivals, take_away
 from .compressing import FeedbackOptimizer
-from .overlap_trial import OverlapTrial, Timed
 from .scaling import LossScale
 from .step_count import as_word
 
@@ -56,9 +54,7 @@ def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -
     if not options.overlap:
         return BucketedAllReduce(layout, options.bucket_count, optimizer.transport, **shared)
     if isinstance(before, OverlappedAllReduce):
-        again = OverlappedAllReduce(optimizer, before.transport, **shared)
-        again.trial = before.trial
-        return again
+        return OverlappedAllReduce(optimizer, before.transport, **shared)
     own = optimizer.transport  # buckets have one of their own, so that nothing else comes between them
     return OverlappedAllReduce(optimizer, own.apart() if isinstance(own, TorchTransport) else own, **shared)
 
@@ -79,7 +75,6 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             [bucket for bucket, each in enumerate(self.parts) if each.layout.sizes[i]]
             for i in range(len(self.layout.sizes))
         ]
-        self.trial = None if optimizer.options.overlap == "always" else OverlapTrial(self.device)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
         threaded = not cuda and isinstance(transport, TorchTransport)
@@ -94,8 +89,8 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
 
     @property
     def together(self) -> bool:
-        """See ``BucketedAllReduce``; whatever this rank has started, all ranks agree on what they may."""
-        return self.trial is not None and not self.trial.overlaps and super().together
+        """See ``BucketedAllReduce``; a rank that has started none can't know what others have."""
+        return False
 
     def synchronise(self, compress: Compress, told: Told) -> None:
         """See ``Reducer``; waits for what the backward pass has sent. ``error`` says what went wrong there."""
@@ -112,16 +107,6 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             told = told._replace(abort=True, missing=(), hold=None)
         super().synchronise(compress, told)
         self.error = error
-        if self.trial is not None and self.trial.end_step(self.transport) and not self.trial.overlaps:
-            self._say_off(self.trial.found)
-
-    def _say_off(self, found: Timed | None) -> None:
-        if found is not None and self.transport.rank == 0:
-            warn(
-                f"Wire(overlap=True) does not pay here, and was switched off: from the first gradient on a step takes "
-                f"{1e3 * found.overlapped:.3g} ms with it, {1e3 * found.after:.3g} ms without; the result is the same. "
-                'Wire(overlap="always") tries nothing'
-            )
 
     def close(self) -> None:
         """Take the hooks away, and end the thread once it is done."""
@@ -160,11 +145,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             return
         if not self._seen:
             _after_backward(weakref.WeakMethod(self._note_versions))
-            if self.trial is not None:
-                self.trial.begin_step()
         self._seen.add(i)
-        if self.trial is not None and not self.trial.overlaps:
-            return  # what is wrong with a backward pass is so either way
         for bucket in self._buckets_of[i]:
             self._waiting[bucket] -= 1
         while self._next > 0 and self._waiting[self._next] == 0:

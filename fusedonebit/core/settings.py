@@ -149,8 +149,8 @@ class Wire:
             ``fully_shard`` has left of it.
         overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but the
             last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same result, bit
-            for bit, as with as many ``buckets`` without it. True: in the first steps in bits it is tried whether that
-            is faster, and switched off, with a warning, where it is not. ``"always"``: without trying.
+            for bit, as with as many ``buckets`` without it. On a fast network, or where hosts share cores, it takes
+            longer.
         buckets: Into how many equal ranges the parameters are cut, each compressed by itself; None: 1, or 4 with
             ``overlap``.
         block_size: Elements per block of the layout; None chooses.
@@ -168,7 +168,7 @@ class Wire:
     hierarchy: DeviceMesh | tuple[Any, Any] | None = None
     hierarchy_dtype: torch.dtype = torch.float32
     model_parallel: Ranks | tuple[Any, Any] = None
-    overlap: bool | Literal["always"] = False
+    overlap: bool = False
     buckets: int | None = None
     block_size: int | None = None
     broadcast_parameters: bool = False
@@ -179,8 +179,6 @@ class Wire:
         """Raise ValueError for the first setting that makes no sense."""
         if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
-        if not isinstance(self.overlap, bool) and self.overlap != "always":
-            raise ValueError(f'overlap must be False, True or "always", got {self.overlap!r}')
         if self.block_size is not None and not (is_int(self.block_size) and self.block_size in BLOCK_SIZES):
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
         if self.buckets is not None and not (is_int(self.buckets) and self.buckets >= 1):

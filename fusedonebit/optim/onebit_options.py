@@ -89,6 +89,8 @@ class OneBitOptions(Options):
                 'variance must be one of "shared", "frozen", got "own": momentum that workers share would be divided '
                 "by each one's own variance; ZeroOneAdam(params, lr), whose momenta are their own too, has that"
             )
+        if str(self.overlap) == "always":
+            raise ValueError('overlap must be True or False, got "always": with Wire(overlap=True) each step overlaps')
         super().check()
         self._check_freeze()
         self._check_warmup()
