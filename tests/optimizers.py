@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -48,8 +49,27 @@ def objects(**flat: Any) -> dict[str, Any]:
 
 
 def by_name(kind: Callable[..., Any], **first: Any) -> Callable[..., Any]:
-    """Make a constructor take settings by name, ``first`` among them."""
-    return lambda params, *args, **more: kind(params, *args, **objects(**first | more))
+    """Make a constructor take settings by name, ``first`` among them, and ``refuse_every``; see ``refusing``."""
+
+    def construct(params: Any, *args: Any, refuse_every: int = 0, **more: Any) -> Any:
+        if not refuse_every:
+            return kind(params, *args, **objects(**first | more))
+        return refusing(kind(params, *args, **objects(**first | more | {"guard": "rewarm"})), refuse_every)
+
+    return construct
+
+
+def refusing(optimizer: OneBitOptimizer, every: int) -> OneBitOptimizer:
+    """Let the guard ask for a re-warm-up after so many compressed updates, as if it had refused one, and else never."""
+
+    def after_step(optimizer: Any, *_: Any) -> None:
+        optimizer._guard._times = math.inf
+        if optimizer.phase == "compression" and optimizer.outcomes.updates >= optimizer._frozen_at + every:
+            optimizer.outcomes.veto_at = 0
+
+    optimizer._guard._times = math.inf
+    optimizer.register_step_post_hook(after_step)
+    return optimizer
 
 
 ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {

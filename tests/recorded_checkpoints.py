@@ -65,7 +65,7 @@ def cases() -> Iterator[tuple[str, Make, int, torch.dtype]]:
     yield "Adam, ternary, bfloat16 variance", called(**adam, ternary=True, frozen_dtype=bfloat16), 5, float32
     yield "Adam, float32 copies of parameters", called(**adam, master_weights=True), 5, bfloat16
     yield "Adam, stochastic rounding", called(**adam, stochastic_rounding=True), 5, bfloat16
-    yield "Adam, warming up again", called(**adam, rewarm_every=4, rewarm_steps=10), 15, float32
+    yield "Adam, warming up again", called(**adam, rewarm_steps=10), 15, float32
     yield "Adam, like DeepSpeed's", like_deepspeed(OneBitAdam, freeze_step=3), 5, float32
     yield "LAMB", called("Lamb"), 5, float32
     yield "1-bit LAMB, a step after the freeze", called(**lamb), 4, float32

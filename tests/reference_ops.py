@@ -351,8 +351,8 @@ class Problem:
             *(eps_inside_sqrt, precondition, self.coef, self.block_tensor, dead_value, least, bfloat16),
         )
 
-    def rewarm_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False, clip: bool = False) -> tuple:
-        return (*self.freeze_arguments(eps_inside_sqrt, precondition)[:-3], self.table.bits, self.table.row, clip)
+    def rewarm_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False) -> tuple:
+        return (*self.freeze_arguments(eps_inside_sqrt, precondition)[:-3], self.table.bits, self.table.row)
 
     def update_sums_arguments(self, x: Tensor | None, eps_inside_sqrt: bool = False) -> tuple:
         return (

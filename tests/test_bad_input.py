@@ -58,7 +58,6 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ),
         ({"variance_floor": 1.0}, r"variance_floor must be a number in \[0, 1\), or None, got 1.0"),
         ({"variance_floor": "low"}, r"variance_floor must be a number in \[0, 1\), or None, got 'low'"),
-        ({"rewarm_every": -1}, "rewarm_every must be an int >= 0, got -1"),
         ({"rewarm_steps": 2.5}, "rewarm_steps must be an int >= 0, got 2.5"),
         ({"rewarm_steps": 9}, "rewarm_steps must be at least 10, got 9"),
         ({"guard": True}, "guard must be one of 'rewarm', 'warn', 'off', got True"),

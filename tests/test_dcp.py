@@ -106,7 +106,7 @@ FULL = pytest.mark.full
 MOMENTS: list[Any] = [
     ("adam", 6, torch.float32, {}, "warmup"),
     ("adam", 20, torch.float32, {}, "compression"),
-    ("adam", 15, torch.float32, {"rewarm_every": 2, "rewarm_steps": 10}, "warmup"),
+    ("adam", 15, torch.float32, {"refuse_every": 2, "rewarm_steps": 10}, "warmup"),
     ("adam", 20, torch.bfloat16, {"ternary": True, "master_weights": True}, "compression"),
     ("adam", 9, torch.float32, {"freeze_step": "auto", "betas": (0.5, 0.5)}, "warmup"),
     ("lamb", 20, torch.float32, {}, "compression"),
@@ -114,7 +114,7 @@ MOMENTS: list[Any] = [
     ("marsit", 24, torch.float32, {"local_steps": 3}, "one-bit"),
     pytest.param("adam", 20, torch.float32, {"precondition": False}, "compression", marks=FULL),
     pytest.param("lamb", 6, torch.float32, {}, "warmup", marks=FULL),
-    pytest.param("lamb", 15, torch.float32, {"rewarm_every": 2, "rewarm_steps": 10}, "warmup", marks=FULL),
+    pytest.param("lamb", 15, torch.float32, {"refuse_every": 2, "rewarm_steps": 10}, "warmup", marks=FULL),
     pytest.param("lamb", 20, torch.bfloat16, {"ternary": True, "master_weights": True}, "compression", marks=FULL),
     pytest.param("lamb", 20, torch.float32, {"adaptive": False}, "compression", marks=FULL),
     pytest.param("marsit", 20, torch.bfloat16, {"master_weights": True}, "one-bit", marks=FULL),
@@ -128,7 +128,7 @@ def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(tmp_path, name, cut, dtype, 
     print(f"{name} at step {cut}, {options}: {[len(found) for *_, found in results]} tensors differ 12 steps later")
     for was, rewarms, differ in results:
         assert was == phase
-        assert rewarms == (1 if "rewarm_every" in options else 0)
+        assert rewarms == (1 if "refuse_every" in options else 0)
         assert differ == []
 
 

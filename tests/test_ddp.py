@@ -228,7 +228,7 @@ def test_where_no_backward_pass_was_synchronised_the_step_averages(name):
 @pytest.mark.long
 @ADAM_AND_LAMB
 def test_a_re_warm_up_has_the_bits_of_one_without_ddp(name):
-    ranks = run_ranks(side_by_side, 2, name, {"bucket_cap_mb": MANY}, {"rewarm_every": 10, "rewarm_steps": 10})
+    ranks = run_ranks(side_by_side, 2, name, {"bucket_cap_mb": MANY}, {"refuse_every": 10, "rewarm_steps": 10})
     check(ranks, name)
     for seen in ranks:
         assert seen["phases"] == ["warmup"] * FREEZE + ["compression"] * 10 + ["warmup"] * 10 + ["compression"] * 10

@@ -141,7 +141,7 @@ def test_dcp_keeps_it(name, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 def test_a_re_warm_up_goes_on_in_float32():
-    optimizer = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3, rewarm_every=4, rewarm_steps=10, **HALF)
+    optimizer = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3, refuse_every=4, rewarm_steps=10, **HALF)
     train(optimizer, range(9))
     assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)
     assert optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"].dtype is torch.float32

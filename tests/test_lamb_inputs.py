@@ -133,7 +133,7 @@ def test_all_of_a_deepspeed_config_is_carried_over():
         assert (options.freeze_step, options.variant, options.layerwise) == (49, "deepspeed", "adaptive")
         assert (options.scales_momentum, options.scale_norm, options.bias_correction) == (True, "l2", False)
         assert (options.precondition, options.scale_scope, options.least_share) == (False, "global", 0.0)
-        assert (options.dead_coordinates, options.guard, options.rewarm_every) == ("keep", "off", 0)
+        assert (options.dead_coordinates, options.guard) == ("keep", "off")
 
 
 def test_what_a_deepspeed_config_leaves_out_is_deepspeeds_own():

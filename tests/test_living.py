@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from observe import change_header, fingerprint, through_a_file
+from optimizers import refusing
 from ranks import simulate
 from torch.nn import Parameter
 
@@ -218,15 +219,14 @@ def test_a_tensor_that_is_idle_for_long_comes_back_by_steps_of_the_usual_size(be
 @pytest.mark.long(but=1)
 @BOTH
 def test_a_re_warm_up_after_squares_were_told_goes_on_from_what_is_saved_there(kind):
-    faults = Faults(guard="off", rewarm_every=4, rewarm_steps=10)
+    faults = Faults(rewarm_steps=10)
     for cut in (5, 6, 7, 8, 9, 15, 19, 20, 21, 22, 23):
-        straight, resumed = make(kind=kind, faults=faults), make(kind=kind, faults=faults)
+        straight, resumed, never_saved = (refusing(make(kind=kind, faults=faults), 4) for _ in range(3))
         for t in range(cut):
             step(straight, t)
         with torch.no_grad():
             for p, q in zip(resumed.param_groups[0]["params"], straight.param_groups[0]["params"], strict=True):
                 p.copy_(q)
-        never_saved = make(kind=kind, faults=faults)
         for t in range(40):
             step(never_saved, t)
         resumed.load_state_dict(through_a_file(straight.state_dict()))

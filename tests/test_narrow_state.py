@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends import assert_equal_backends, problem
-from optimizers import objects
+from optimizers import by_name, objects
 from ranks import run_ranks, simulate
 from reference_ops import Problem
 from renewal_arguments import renew_arguments, tell_arguments
@@ -41,7 +41,7 @@ each_state = pytest.mark.parametrize("state", ["bf16", "8bit"])
 
 
 def narrow(kind: str, state: str, **more: Any) -> OneBitAdam:
-    return OneBitAdam(params(), 1e-3, **objects(state=state, guard="off", **KINDS[kind], **more))
+    return by_name(OneBitAdam)(params(), 1e-3, state=state, guard="off", **KINDS[kind], **more)
 
 
 def kept(x: Tensor, state: str, signed: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -325,7 +325,7 @@ def test_two_levels_keep_it_and_hand_it_to_one(state, tmp_path):
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @each_state
 def test_a_re_warm_up_goes_on_as_narrow(state):
-    wide, half = (narrow("frozen", each, rewarm_every=4, rewarm_steps=10) for each in ("fp32", state))
+    wide, half = (narrow("frozen", each, refuse_every=4, rewarm_steps=10) for each in ("fp32", state))
     for optimizer in (wide, half):
         train(optimizer, range(9))
         assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)

@@ -19,7 +19,7 @@ ODD = [None, "abc", -1, float("nan"), [], {}, object(), 1e308, True, torch.ones(
 ARGUMENTS: dict[Callable[..., Any], tuple[dict[str, Any], str]] = {
     OneBitAdam: (
         {"freeze_step": 3},
-        "params lr freeze_step betas eps weight_decay mask hierarchy overlap buckets guard warm_start rewarm_every "
+        "params lr freeze_step betas eps weight_decay mask hierarchy overlap buckets guard warm_start rewarm_steps "
         "ternary frozen_dtype max_grad_norm nonfinite block_size scale_norm scale_scope master_weights capturable",
     ),
     ZeroOneAdam: ({"sync_policy": EveryStep()}, "params lr sync_policy variance_policy"),

@@ -191,9 +191,9 @@ COMPRESSING: dict[str, dict[str, Any]] = {
     "variance floor": {"options": {"variance_floor": 0.1}},
 }
 TWO_STAGES: dict[str, dict[str, Any]] = {
-    "re-warm-up": {"options": {"rewarm_every": 2, "rewarm_steps": 10}, "steps": 19},
+    "re-warm-up": {"options": {"refuse_every": 2, "rewarm_steps": 10}, "steps": 19},
     "re-warm-up, no precondition": {
-        "options": {"rewarm_every": 2, "rewarm_steps": 10, "precondition": False},
+        "options": {"refuse_every": 2, "rewarm_steps": 10, "precondition": False},
         "steps": 19,
     },
     "automatic freeze": {"options": {"freeze_step": "auto", "deadline": 4, "betas": (0.9, 0.5)}, "steps": 8},

@@ -47,12 +47,12 @@ def freeze(
 
 def rewarm(
     sizes: Sizes, block_size: int, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool,
-    precondition: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, clip: bool,
+    precondition: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices,
 ) -> None:  # fmt: skip
     """Turns the compression stage's momentum and variance back into the warm-up's, in place; see ``freeze``.
 
-    v is corrected for its start at 0. With ``clip`` |m| is at most the root of v: a gradient that v
-    has never seen then moves a coordinate by about a step, as Adam would have.
+    v is corrected for its start at 0. |m| becomes at most (1 - beta1^t) * sqrt(v): a gradient that v has never seen
+    then moves a coordinate by about a step, as Adam would have.
 
     Other arguments as for ``apply_momentum``.
 
@@ -61,7 +61,6 @@ def rewarm(
         exp_avg_sq: float32 or bfloat16 [P]: v is read, v / (1 - beta2^F) written.
         precondition: Whether the unit of each coordinate is that of its layer over denom.
         live, live_row: The active mask: elements that count; others get v = 0.
-        clip: Bounds m by +-(1 - beta1^t) * sqrt(v).
     """
     for tile in tiles(sizes, 1, block_size, exp_avg.device):
         k = coef[block_tensor[tile.blocks]]
@@ -70,10 +69,8 @@ def rewarm(
         if precondition:
             m *= rules.denominator(v, k, eps_inside_sqrt)
         kept_v.copy_(only_live(v * of(k, RSQRT_BIAS2) * of(k, RSQRT_BIAS2), live, live_row, tile))
-        if clip:
-            most = kept_v.float().sqrt() / of(k, UNBIAS1)
-            m = torch.clamp(m, -most, most)
-        kept_m.copy_(m)
+        most = kept_v.float().sqrt() / of(k, UNBIAS1)
+        kept_m.copy_(torch.clamp(m, -most, most))
 
 
 def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: Variance) -> Tensor:

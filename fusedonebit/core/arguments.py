@@ -40,7 +40,7 @@ ELSEWHERE = {
 }
 """What other libraries call arguments, and ours."""
 
-TORCHS = {
+HAD_BY_NONE = {
     "fused": "leave it out: all steps are",
     "foreach": "leave it out: a step is a few launches for all tensors",
     "amsgrad": "it is not supported",
@@ -48,8 +48,9 @@ TORCHS = {
     "decoupled_weight_decay": "leave it out: it always is",
     "dampening": "it is not supported",
     "nesterov": "it is not supported",
+    "rewarm_every": "leave it out: with warmup= instead of freeze_step=, or with neither, the variance renews itself",
 }
-"""Arguments of torch's optimizers which none of these has, and what to do instead."""
+"""Arguments of torch's optimizers, and of earlier commits, which none has, and what to do instead."""
 
 
 def settling(constructor: Callable[..., None]) -> Callable[..., None]:
@@ -104,8 +105,8 @@ def taken(kind: type[Any], constructor: Callable[..., None], named: Mapping[str,
 
 def _instead(name: str, value: object, places: Mapping[str, str]) -> str:
     """Say what to write instead of an argument which an optimizer with these ``places`` does not have."""
-    if name in TORCHS:
-        return TORCHS[name]
+    if name in HAD_BY_NONE:
+        return HAD_BY_NONE[name]
     shown = repr(value) if len(repr(value)) <= LONGEST and not isinstance(value, Tensor) else "..."
     if name in places:
         return f"pass {places[name].format(shown)}"

@@ -200,29 +200,25 @@ class Faults:
             (``guard.DivergenceGuard``); then ``"rewarm"``: warm up again, without what goes beyond a step of Adam's.
             ``"warn"``: keep it as residual and warn; training may stand still. ``"off"``: no such check. None:
             ``"rewarm"``.
-        rewarm_every: After so many compressed updates warm up again for ``rewarm_steps`` uncompressed ones, which renew
-            the variance; 0: never.
-        rewarm_steps: Length of such a stretch, and of the variance's memory in it.
+        rewarm_steps: Uncompressed updates of such a warm-up, and the length of the variance's memory in it.
     """
 
     nonfinite: Literal["skip", "raise"] = "skip"
     guard: Guard | None = None
-    rewarm_every: int = 0
     rewarm_steps: int = 50
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
-        check_count("rewarm_every", self.rewarm_every)
         check_count("rewarm_steps", self.rewarm_steps)
         if self.rewarm_steps < LEAST_REWARM_STEPS:
             raise ValueError(
                 f"rewarm_steps must be at least {LEAST_REWARM_STEPS}, got {self.rewarm_steps}: "
                 "of so many updates the variance is made anew"
             )
-        if self.guard not in (None, "rewarm") and not self.rewarm_every and self.rewarm_steps != Faults.rewarm_steps:
+        if self.guard not in (None, "rewarm") and self.rewarm_steps != Faults.rewarm_steps:
             raise ValueError(
-                f"rewarm_steps must be {Faults.rewarm_steps} with guard={self.guard!r} and rewarm_every=0, got "
-                f"{self.rewarm_steps}: nothing warms up again"
+                f"rewarm_steps must be {Faults.rewarm_steps} with guard={self.guard!r}, got {self.rewarm_steps}: "
+                "nothing warms up again"
             )
 
 

@@ -68,10 +68,6 @@ class DivergenceGuard:
         self.limit.copy_(torch.where(last > 0, self._times, COARSE_LIMIT) * self.reference)
         self.weigh(weight)
 
-    def forget(self) -> None:
-        """Let the next reference be whatever it is: no veto has led to the warm-up that begins."""
-        self.reference.zero_()
-
     def refer(self, squares: Tensor) -> None:
         """Take for ``reference`` the root of ``squares``, float64 []."""
         torch.sqrt(squares, out=self.reference)

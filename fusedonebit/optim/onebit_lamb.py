@@ -296,8 +296,8 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
             self._fresh.copy_(self.exp_avg)
             self._started.zero_()
 
-    def _rewarm(self, after_veto: bool) -> None:
-        super()._rewarm(after_veto)
+    def _rewarm(self) -> None:
+        super()._rewarm()
         self._layers[Layer.RATIO] = 1.0
         self._fresh = torch.empty(0, device=self.device)
         self._norms = torch.zeros(2, self.layout.n_blocks, dtype=torch.float64, device=self.device)

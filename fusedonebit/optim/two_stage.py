@@ -98,13 +98,11 @@ class OneBitOptimizer(TwoStageState):
     # ---------------------------------------------------------------- freeze and re-warm-up
 
     def _enter_phase(self) -> None:
-        """Freeze the variance, or warm up again, if it is time; the same on all ranks."""
+        """Freeze the variance, or warm up again after a veto, if it is time; the same on all ranks."""
         watched = self._auto if self._rewarms == 0 else None
         if self._phase == "compression":
-            vetoed = self.options.guard == "rewarm" and self.outcomes.veto_is_due()
-            every = self.options.rewarm_every
-            if vetoed or (every > 0 and self._has_updates((self._frozen_at or 0) + every)):
-                self._rewarm(vetoed)
+            if self.options.guard == "rewarm" and self.outcomes.veto_is_due():
+                self._rewarm()
             elif self.living is not None:
                 self._changing = True
                 self.living.begin_step(self)
@@ -183,18 +181,16 @@ class OneBitOptimizer(TwoStageState):
         return nullcontext()
 
     @torch.no_grad()
-    def _rewarm(self, after_veto: bool) -> None:
+    def _rewarm(self) -> None:
         """Begin a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
 
-        After a veto they may hold a gradient that v has never seen: what goes beyond a step of Adam's is dropped.
+        They may hold a gradient that v has never seen, which was refused: what goes beyond a step of Adam's is dropped.
         """
         self.catch_up()
         self._changing = True
         if self.living is not None:
             self.living.settle(self)
         self.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
-        if not after_veto:
-            self._guard.forget()
         layout, options, reduce = self.layout, self.options, self.reducer
         coef = self.coefficient_table()
         self._grad = self._make_grad()
@@ -206,7 +202,7 @@ class OneBitOptimizer(TwoStageState):
         with self._moments_in_float32():
             self.exp_avg.copy_(reduce.result().add_(backlog))
             m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
-            rewarm(*self._places, m, v, inside, precondition, coef, *self._tables, after_veto)
+            rewarm(*self._places, m, v, inside, precondition, coef, *self._tables)
         reduce.scale.zero_()
         self._entered.fill_(math.inf)  # v is corrected
         if self.living is not None:

@@ -130,11 +130,10 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         super().check_group(group, name)
-        rewarms = self.options.rewarm_every > 0 or self.options.guard == "rewarm"
-        if rewarms and float(group["betas"][0]) == 0.0:
+        if self.options.guard == "rewarm" and float(group["betas"][0]) == 0.0:
             raise ValueError(
                 f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
-                f'{name or "the defaults"}; or pass Faults(guard="warn", rewarm_every=0)'
+                f'{name or "the defaults"}; or pass Faults(guard="warn")'
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ CASES = {
     "1-bit Adam, two levels": Case(OneBitAdam, OFTEN, 4, inside=2),
     "1-bit Adam, clips, scaler": Case(OneBitAdam, OFTEN | {"max_grad_norm": 1.0}, scaler=True),
     "1-bit Adam, state in codes": Case(OneBitAdam, OFTEN | {"state": "8bit"}),
-    "1-bit Adam, warms up again": Case(OneBitAdam, OFTEN | {"rewarm_every": 3, "rewarm_steps": 10}, steps=18),
+    "1-bit Adam, warms up again": Case(OneBitAdam, OFTEN | {"refuse_every": 3, "rewarm_steps": 10}, steps=18),
     "1-bit LAMB": Case(OneBitLamb, {"freeze_step": 3, "guard": "off"}),
     "1-bit LAMB, not adaptive": Case(OneBitLamb, {"freeze_step": 3, "guard": "off", "adaptive": False}),
     "1-bit LAMB, living": Case(OneBitLamb, OFTEN),

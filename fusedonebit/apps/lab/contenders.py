@@ -178,7 +178,6 @@ CONTENDERS: dict[str, Contender] = {
     "lamb-frozen": of_lamb(partial(_lamb, frozen=True)),
     "onebit-adam-ternary": of_adam(partial(_onebit_adam, numerics=Numerics(ternary=True))),
     "onebit-adam-global": of_adam(partial(_onebit_adam, numerics=Numerics(scale_scope="global"))),
-    "onebit-adam-rewarm": of_adam(partial(_onebit_adam, faults=Faults(rewarm_every=100, rewarm_steps=20))),
     "onebit-adam-freeze-3": of_adam(partial(_onebit_adam, freeze_step=3)),
     "onebit-adam-l2": of_adam(_paper()),
     "onebit-adam-l1": of_adam(_paper(scale_norm="l1")),
@@ -219,6 +218,9 @@ CONSTANTS = (WARM_UP, VARIANCE_FLOOR)
 LATER = {"state": "fp32", "release_gradients": False, "model_parallel": None}
 """Options that came after the first recorded runs, and what those were made with."""
 
+EARLIER = {"rewarm_steps": "rewarm_every=0, "}
+"""Before which options recorded runs have others that are gone, and with what."""
+
 
 @dataclass(frozen=True)
 class Told:
@@ -227,9 +229,9 @@ class Told:
     options: Any
 
     def __repr__(self) -> str:
-        """Tell them as their own ``repr`` would, but for later ones that change nothing."""
+        """Tell them as their own ``repr`` would, but for later ones that change nothing, and those that are gone."""
         told = {field.name: getattr(self.options, field.name) for field in fields(self.options) if field.repr}
-        said = [f"{key}={value!r}" for key, value in told.items() if key not in LATER or value != LATER[key]]
+        said = [f"{EARLIER.get(k, '')}{k}={v!r}" for k, v in told.items() if k not in LATER or v != LATER[k]]
         return f"{type(self.options).__qualname__}({', '.join(said)})"
 
 
