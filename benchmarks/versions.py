@@ -45,7 +45,7 @@ DELETED = ("merge_signs", "pick_owned", "place_owned", "local_step", "rebuild_mo
 LIMITS = {"step": 1.05, "kernel": 1.1}
 
 LIBRARY = ("fusedonebit", "comm", "triton_kernels")
-APPLICATIONS = {"apps", "lab", "migrate", "plan", "report", "train"}
+APPLICATIONS = {"apps", "deepspeed", "lab", "migrate", "plan", "report", "train"}
 """Folders of ``fusedonebit/``: the first has the others since they have been put into it."""
 
 

@@ -85,7 +85,7 @@ _HOMES = {
     ".optim.onebit_lamb": ["OneBitLamb"],
     ".optim.two_stage": ["OneBitOptimizer"],
     ".optim.zero_one": ["ZeroOneAdam"],
-    "": ["checkpoint", "comm", "core", "errors", "integrations", "optim", "triton_kernels"],
+    "": ["checkpoint", "comm", "core", "deepspeed", "errors", "integrations", "optim", "triton_kernels"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -26,7 +26,7 @@ from fusedonebit import (
     Wire,
     ZeroOneAdam,
 )
-from fusedonebit.integrations.deepspeed import DeepSpeedLayerwise
+from fusedonebit.deepspeed.config import DeepSpeedLayerwise
 from fusedonebit.optim.policies import DoublingRounds, DoublingVariance
 
 OBJECTS = {"numerics": Numerics, "wire": Wire, "faults": Faults, "layerwise": Layerwise, "rounds": Rounds}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from ranks import simulate
 
-from fusedonebit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from fusedonebit import AdamW, OneBitAdam, OneBitLamb, ZeroOneAdam
 from fusedonebit.comm import Transport
+from fusedonebit.deepspeed import from_config
 from fusedonebit.optim.policies import DoublingVariance
 
 DATA = Path(__file__).parent / "data"
@@ -94,6 +95,27 @@ def test_what_is_no_key_of_0_1_adam_is_refused():
     with pytest.raises(ValueError, match="variance_policy must be a DeepSpeedVariance"):
         ZeroOneAdam.from_deepspeed(p, {}, variance_policy=DoublingVariance())
     assert ZeroOneAdam.from_deepspeed(p, {"type": "ZeroOneAdam", "params": None}).param_groups[0]["lr"] == 1e-3
+
+
+def test_a_config_names_its_optimizer():
+    p = [torch.nn.Parameter(torch.zeros(8))]
+    for kind in (OneBitAdam, OneBitLamb, ZeroOneAdam):
+        block = {"type": kind.__name__.lower(), "params": {"lr": 0.5}}
+        made = from_config(p, block)
+        assert type(made) is type(kind.from_deepspeed(p, block))
+        assert isinstance(made, kind)
+        assert made.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="must be one of OneBitAdam, OneBitLamb, ZeroOneAdam, got None"):
+        from_config(p, {"lr": 0.5})
+    with pytest.raises(TypeError, match=", or a subclass, got AdamW"):
+        from_config(p, {"lr": 0.5}, kind=AdamW)
+
+
+def test_a_subclass_is_made_as_itself():
+    class Mine(OneBitAdam):
+        pass
+
+    assert type(Mine.from_deepspeed([torch.nn.Parameter(torch.zeros(8))], {})) is Mine
 
 
 def replay_zero_one(rank: int, transport: Transport, name: str) -> tuple[list[float], set[str], float, float]:

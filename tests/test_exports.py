@@ -14,7 +14,7 @@ import pytest
 from fusedonebit.triton_kernels.op import OPS
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("fusedonebit", "fusedonebit.comm", "fusedonebit.triton_kernels")
+MODULES = ("fusedonebit", "fusedonebit.comm", "fusedonebit.deepspeed", "fusedonebit.triton_kernels")
 EXPORTED = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
 
 

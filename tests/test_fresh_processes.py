@@ -117,8 +117,6 @@ NAMES = {
     ),
     "policies": "fusedonebit.policies.FixedRounds(2)",
     "policies.AlignedRounds": POLICY.format(VARIANCE, f"fusedonebit.policies.AlignedRounds({EVERY}, 2)"),
-    "policies.DeepSpeedRounds": "fusedonebit.policies.DeepSpeedRounds(100, 32, 16)",
-    "policies.DeepSpeedVariance": "fusedonebit.policies.DeepSpeedVariance(100, 16)",
     "policies.DoublingRounds": POLICY.format(VARIANCE, "fusedonebit.policies.DoublingRounds(1, 1)"),
     "policies.DoublingVariance": POLICY.format(VARIANCE, EVERY),
     "policies.EveryStep": POLICY.format(None, EVERY),
@@ -143,8 +141,13 @@ NAMES = {
     "checkpoint.header_of": f"{ADAM}; fusedonebit.checkpoint.header_of(optimizer.state_dict())",
     "checkpoint.KEY": "fusedonebit.checkpoint.KEY",
     "checkpoint.FORMAT": "fusedonebit.checkpoint.FORMAT",
-    "apps.migrate.schedule": (
-        "from fusedonebit.apps.migrate import schedule\n"
+    "deepspeed.DeepSpeedRounds": "fusedonebit.deepspeed.DeepSpeedRounds(100, 32, 16)",
+    "deepspeed.DeepSpeedVariance": "fusedonebit.deepspeed.DeepSpeedVariance(100, 16)",
+    "deepspeed.from_config": (
+        "train(fusedonebit.deepspeed.from_config(model.parameters(), {'type': 'ZeroOneAdam', 'params': {}}), 3)"
+    ),
+    "deepspeed.schedule": (
+        "from fusedonebit.deepspeed import schedule\n"
         "schedule(fusedonebit.OneBitAdam(model.parameters()), {'type': 'WarmupLR', 'params': {}})"
     ),
     "apps.plan.choose_topology": "from fusedonebit.apps.plan import choose_topology; choose_topology(10**6, 8)",
@@ -360,4 +363,4 @@ def test_every_public_name_is_used():
     print(f"{len(found)} public names, {len(CASES)} programs: {len(of_commands())} commands, {len(of_pages())} blocks")
     assert found <= NAMES.keys()
     used = [name for name in NAMES if "." in name and name not in found]
-    assert all(name.startswith(("checkpoint.", "apps.")) for name in used)
+    assert all(name.startswith(("checkpoint.", "apps.", "deepspeed.")) for name in used)

@@ -79,7 +79,7 @@ NAMED = """
 import sys, fusedonebit
 slow = {"torch.distributed.checkpoint", "torch._dynamo", "triton", "matplotlib", "rich"} & set(sys.modules)
 assert not slow, slow
-assert {"dcp", "ddp", "amp", "policies", "Recorder"} <= set(dir(fusedonebit))
+assert {"dcp", "ddp", "amp", "deepspeed", "policies", "Recorder"} <= set(dir(fusedonebit))
 fusedonebit.dcp.save, fusedonebit.dcp.load
 fusedonebit.ddp.attach, fusedonebit.amp.GradScaler, fusedonebit.policies.DoublingRounds, fusedonebit.Recorder
 fusedonebit.comm.CompressedAllReduce, fusedonebit.triton_kernels.using

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 import fusedonebit
 from benchmarks import deepspeed_peer
 from fusedonebit.apps.cli import main
-from fusedonebit.apps.migrate import schedule
 from fusedonebit.apps.migrate.calls import LAMB
 from fusedonebit.apps.migrate.config import Config, Fate
 from fusedonebit.apps.migrate.settings import translate
+from fusedonebit.deepspeed import schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:step.. found no gradient")  # of schedules alone
 
@@ -313,7 +313,7 @@ def test_schedule_of_valid_arguments_runs_and_is_carried_over(name, migrate):
     assert len(set(rates(block, 5))) > 1
     status, printed, _ = migrate({"optimizer": ADAM, "scheduler": block})
     assert status == 0
-    assert 'scheduler.type: fusedonebit.apps.migrate.schedule(optimizer, config["scheduler"])' in printed
+    assert 'scheduler.type: fusedonebit.deepspeed.schedule(optimizer, config["scheduler"])' in printed
 
 
 def test_each_group_goes_on_from_its_own_rate_where_the_schedule_has_none():

@@ -1,4 +1,4 @@
-"""``fusedonebit.apps.migrate.load_deepspeed``: DeepSpeed's checkpoints are gone on from."""
+"""``fusedonebit.deepspeed.load_deepspeed``: DeepSpeed's checkpoints are gone on from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import run_ranks
 import fusedonebit
 from benchmarks import deepspeed_peer
 from fusedonebit import FusedOneBitWarning, Numerics, OneBitAdam, OneBitLamb
-from fusedonebit.apps.migrate import Taken, load_deepspeed
+from fusedonebit.deepspeed import Taken, load_deepspeed
 from fusedonebit.optim.policies import EveryStep
 
 FREEZE = 6  # DeepSpeed's: five updates before it

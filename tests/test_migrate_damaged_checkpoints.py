@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fusedonebit import OneBitAdam, OneBitLamb
-from fusedonebit.apps.migrate import load_deepspeed
 from fusedonebit.comm import SimulatedGroup
+from fusedonebit.deepspeed import load_deepspeed
 
 SHAPE = ds.make()[0].shape
 FREEZE = 5

@@ -38,7 +38,7 @@ from fusedonebit import (
 )
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.state.saving import header_of
-from fusedonebit.integrations.deepspeed import DeepSpeedLayerwise
+from fusedonebit.deepspeed.config import DeepSpeedLayerwise
 
 EVERY = (AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
 OBJECTS = (Faults, Freeze, Layerwise, Numerics, Rounds, Wire)

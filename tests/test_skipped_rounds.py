@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from fusedonebit import MarsitAdam, MarsitSGD, Rounds, ZeroOneAdam, amp, policies
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.telemetry import HostMirror
+from fusedonebit.deepspeed import DeepSpeedRounds, DeepSpeedVariance
 
 SHAPES = ((30, 11), (77,))
 
@@ -104,7 +105,7 @@ def test_local_steps_count_with_their_round():
 POLICIES = {
     "steps": (policies.DoublingVariance(scaler=2, until=9), policies.EveryStep()),
     "rounds of several": (policies.DoublingVariance(scaler=1, until=5), policies.DoublingRounds(4, 1, 4)),
-    "DeepSpeed's": (policies.DeepSpeedVariance(12, 2), policies.DeepSpeedRounds(8, 4, 4)),
+    "DeepSpeed's": (DeepSpeedVariance(12, 2), DeepSpeedRounds(8, 4, 4)),
 }
 
 

@@ -22,6 +22,7 @@ from zero_one_rounds import (
 )
 
 from fusedonebit import DisagreementError, ZeroOneAdam, policies
+from fusedonebit.deepspeed import DeepSpeedVariance
 from fusedonebit.optim.policies import Progress
 
 # ---------------------------------------------------------------- policies of one's own
@@ -162,7 +163,7 @@ def test_an_object_without_the_method_is_refused(name, value):
         (lambda: policies.DoublingVariance(until=True), "until must be an int >= 1, got True"),
         (lambda: policies.DoublingRounds(after=-1, scaler=1), "after must be an int >= 0, got -1"),
         (lambda: policies.DoublingRounds(after=0, scaler=1, most=12), "most must be a power of two, got 12"),
-        (lambda: policies.DeepSpeedVariance(var_freeze_step=1), "var_freeze_step must be an int >= 2, got 1"),
+        (lambda: DeepSpeedVariance(var_freeze_step=1), "var_freeze_step must be an int >= 2, got 1"),
     ],
 )
 def test_bad_settings_of_policies_are_named(make_it, text):

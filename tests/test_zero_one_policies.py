@@ -25,6 +25,7 @@ from zero_one_rounds import (
 
 from fusedonebit import FusedOneBitWarning, ZeroOneAdam, policies
 from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.deepspeed import DeepSpeedRounds, DeepSpeedVariance
 from fusedonebit.optim.policies import Progress
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2)
@@ -280,8 +281,8 @@ SETTINGS = {
 def test_deepspeeds_policies_are_its_counters(
     var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper
 ):
-    variance = policies.DeepSpeedVariance(var_freeze_step, var_update_scaler)
-    rounds = policies.DeepSpeedRounds(var_freeze_step, local_step_scaler, local_step_clipper)
+    variance = DeepSpeedVariance(var_freeze_step, var_update_scaler)
+    rounds = DeepSpeedRounds(var_freeze_step, local_step_scaler, local_step_clipper)
     renewing, bits, _ = sequences(variance, rounds, 150)
     kinds = ["local"] * 200
     for step in renewing:

@@ -1,1 +1,1 @@
-"""Work with what others have made: DDP, loss scalers, torch.compile, DeepSpeed."""
+"""Work with what others have made: DDP, loss scalers, torch.compile."""

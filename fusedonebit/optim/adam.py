@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -12,13 +12,12 @@ from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
 from ..core.state.spec import StateSpec
 from .adam_update import AdamUpdate
-from .from_deepspeed import FromDeepSpeed
 from .narrow_state import OCTAVES
 from .onebit_options import Variance
 from .two_stage import OneBitOptimizer
 
 
-class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
+class OneBitAdam(AdamUpdate, OneBitOptimizer):
     r"""Adam whose communication shrinks to one bit per parameter after a short warm-up.
 
     Warm-up: AdamW on gradients that the optimizer itself averages over the ranks, in float32; 250 updates with
@@ -94,6 +93,15 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer, FromDeepSpeed):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step, max_grad_norm=max_grad_norm)
+
+    @classmethod
+    def from_deepspeed(
+        cls, params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
+    ) -> OneBitAdam:
+        """Make the optimizer that a DeepSpeed config describes; see ``fusedonebit.deepspeed.from_config``."""
+        from ..deepspeed import from_config  # here, as it imports this module
+
+        return from_config(params, config, process_group, kind=cls, **options)
 
     def octaves_of(self, spec: StateSpec) -> Tensor | None:
         """See ``AdamUpdate``; a rank may have residuals of a part alone."""

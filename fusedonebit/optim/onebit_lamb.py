@@ -32,7 +32,6 @@ from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, Layer, lamb_follow, lamb_ratio, lamb_rescale, live_variance, param_squares, rules
-from .from_deepspeed import FromDeepSpeed
 from .guard import LEAST_SQUARE
 from .lamb import LambOptions, LambUpdate
 from .onebit_options import OneBitOptions, Variance
@@ -51,7 +50,7 @@ RATIOS = ("r_min", "r_max", "r_threshold")
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitLambOptions(OneBitOptions, Layerwise):
-    """Settings of ``OneBitLamb``; ``variant`` is ``integrations.deepspeed``'s."""
+    """Settings of ``OneBitLamb``; ``variant`` is ``fusedonebit.deepspeed``'s."""
 
     precondition: bool = False
     bias_correction: bool = False
@@ -129,7 +128,7 @@ _RATIOS: dict[str, Any] = {"given": True, "stage": "compressed", "when": "option
 _FOLLOWS: dict[str, Any] = {"given": True, "stage": "compressed", "when": "options.lives", "not_negative": True}
 
 
-class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
+class OneBitLamb(LambUpdate, OneBitOptimizer):
     r"""LAMB whose communication shrinks to one bit per parameter after a short warm-up.
 
     Warm-up: ``Lamb``. From then on the step itself is what is compressed, and tells how large it is: of each layer
@@ -221,6 +220,15 @@ class OneBitLamb(LambUpdate, OneBitOptimizer, FromDeepSpeed):
         shared |= {"variance": variance, "warmup": warmup, "total_steps": total_steps}
         shared |= {"layerwise": layerwise, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults, **shared, freeze_step=freeze_step)
+
+    @classmethod
+    def from_deepspeed(
+        cls, params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
+    ) -> OneBitLamb:
+        """Make the optimizer that a DeepSpeed config describes; see ``fusedonebit.deepspeed.from_config``."""
+        from ..deepspeed import from_config  # here, as it imports this module
+
+        return from_config(params, config, process_group, kind=cls, **options)
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         super().check_group(group, name)

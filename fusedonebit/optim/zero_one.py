@@ -6,7 +6,7 @@ bits, those bits and their scales. Where each has its own it is floats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,13 +19,12 @@ from ..core.options import Made
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
 from ..triton_kernels import Coef, add_values, local_step
-from .from_deepspeed import FromDeepSpeed
 from .own_variance import OwnVariance
 from .policies import EveryStep, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
 from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
 
 
-class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
+class ZeroOneAdam(ZeroOneState):
     r"""Adam whose workers talk in some steps only, and then mostly in one bit per parameter.
 
     A round begins with parameters :math:`x` that are equal on all ranks. In each of its K steps every worker w moves by
@@ -101,6 +100,15 @@ class ZeroOneAdam(ZeroOneState, FromDeepSpeed):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         shared |= {"variance_policy": variance_policy, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults, **shared, sync_policy=EveryStep() if sync_policy is None else sync_policy)
+
+    @classmethod
+    def from_deepspeed(
+        cls, params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
+    ) -> ZeroOneAdam:
+        """Make the optimizer that a DeepSpeed config describes; see ``fusedonebit.deepspeed.from_config``."""
+        from ..deepspeed import from_config  # here, as it imports this module
+
+        return from_config(params, config, process_group, kind=cls, **options)
 
     def check_levels(self) -> None:
         raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")

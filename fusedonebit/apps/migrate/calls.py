@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ... import policies
+from ...deepspeed import DeepSpeedRounds, DeepSpeedVariance
+from ...deepspeed.config import LAMB_KEYS
 from .config import Config
 
 PARAMS = "optimizer.params."
 COMMON = ("lr", "betas", "eps", "weight_decay")
-LAMB = {
-    "max_coeff": "c_max",
-    "min_coeff": "c_min",
-    "coeff_beta": "beta3",
-    "factor_max": "r_max",
-    "factor_min": "r_min",
-    "factor_threshold": "r_threshold",
-}
+LAMB = {theirs: ours for theirs, (ours, _) in LAMB_KEYS.items()}
 """DeepSpeed's names of what 1-bit LAMB adds, and ours."""
 
 TRAINERS = {
@@ -81,8 +75,8 @@ def _arguments(config: Config, name: str, optimizer: Any) -> dict[str, str]:
     if name != "ZeroOneAdam":
         return arguments | {"freeze_step": str(optimizer.options.freeze_step)}
     variance, rounds = optimizer.options.variance_policy, optimizer.options.sync_policy
-    assert isinstance(variance, policies.DeepSpeedVariance)
-    assert isinstance(rounds, policies.DeepSpeedRounds)
+    assert isinstance(variance, DeepSpeedVariance)
+    assert isinstance(rounds, DeepSpeedRounds)
     frozen, most = variance.var_freeze_step, 1 << (rounds.local_step_clipper.bit_length() - 1)
     scaler, doubled = variance.var_update_scaler, rounds.local_step_scaler
     arguments["variance_policy"] = f"policies.DoublingVariance(scaler={scaler}, until={frozen})"

@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 
-from ... import OneBitAdam, OneBitLamb, ZeroOneAdam
+from ...deepspeed import from_config, schedules
 from ..arguments import InputError
-from . import calls, reasons, schedules
+from . import calls, reasons
 from .calls import COMMON, LAMB, PARAMS
 from .config import AUTO, Config
-
-OPTIMIZERS: dict[str, Any] = {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
-"""By our names, which are DeepSpeed's names in a config but for case."""
 
 REPLACES = dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "OneBitAdam")
 REPLACES |= dict.fromkeys(("lamb", "fusedlamb"), "OneBitLamb")
@@ -47,7 +44,7 @@ OWN = {
     "OneBitLamb": (*COMMON, "freeze_step", *LAMB, "amsgrad"),
     "ZeroOneAdam": (*COMMON, *ZERO_ONE, "amsgrad"),
 }
-"""DeepSpeed's names of what each of them reads."""
+"""DeepSpeed's names of what each optimizer reads; ours are called as they are there, but for case."""
 
 BLOCKS = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast")
 """Of mixed precision: one of them can be on."""
@@ -84,11 +81,11 @@ def _optimizer(config: Config) -> str:
         )
     config.block("optimizer")
     config.block("optimizer.params")
-    given, known = config.get("optimizer.type"), {name.lower(): name for name in OPTIMIZERS}
+    given, known = config.get("optimizer.type"), {name.lower(): name for name in OWN}
     lower = given.lower() if isinstance(given, str) else ""
     if lower not in known:
         way = UNCOMPRESSED.format(ours=REPLACES[lower]) if lower in REPLACES else ""
-        raise config.error("optimizer.type", f"one of {', '.join(OPTIMIZERS)}", given, way)
+        raise config.error("optimizer.type", f"one of {', '.join(OWN)}", given, way)
     name = known[lower]
     config.carried("optimizer.type", name)
     config.explained("optimizer.legacy_fusion", "about DeepSpeed's own kernels")
@@ -142,9 +139,7 @@ def _constructed(config: Config, name: str, given: Mapping[str, Any], more: Mapp
     clips = "max_grad_norm" in more and not config.is_filled_in(CLIPPING)
     clipping = {"max_grad_norm": config.get(CLIPPING, 0) or config.get(PARAMS + "max_grad_norm")} if clips else {}
     try:
-        return OPTIMIZERS[name].from_deepspeed(
-            [torch.nn.Parameter(torch.zeros(8))], {"type": name, "params": given}, **clipping
-        )
+        return from_config([torch.nn.Parameter(torch.zeros(8))], {"type": name, "params": given}, **clipping)
     except (ArithmeticError, TypeError, ValueError) as error:
         raise InputError(f"{config.name}: optimizer: {_first_line(error)}") from error
 
@@ -263,7 +258,7 @@ def _schedule(config: Config, optimizer: torch.optim.Optimizer) -> None:
         schedules.schedule(optimizer, {"type": kind, "params": params})
     except ValueError as error:
         raise InputError(f"{config.name}: scheduler: {_first_line(error)}") from error
-    config.carried("scheduler.type", 'fusedonebit.apps.migrate.schedule(optimizer, config["scheduler"])')
+    config.carried("scheduler.type", 'fusedonebit.deepspeed.schedule(optimizer, config["scheduler"])')
     for key in known:
         path = f"scheduler.params.{key}"
         if "mom" in key and kind == "OneCycle":

@@ -65,7 +65,8 @@ def rising_steps(block: Mapping[str, Any]) -> int | None:
     kind, params = block.get("type"), block.get("params") or {}
     if kind == "OneCycleLR":
         total = params.get("total_steps") or params.get("epochs", 0) * params.get("steps_per_epoch", 0)
-        return round(params.get("pct_start", 0.3) * total)
+        rising: float = params.get("pct_start", 0.3) * total
+        return round(rising)
     name = RISES.get(str(kind))
     if name is None:
         return None

@@ -14,14 +14,14 @@ from torch import Tensor
 from ..comm import Told
 from ..core.scaling import Agreed
 from ..core.state.header import FLAG, Field, Fields
-from ..optim.policies import DeepSpeedVariance
 from ..optim.zero_one import ZeroOneAdam
 from ..optim.zero_one_state import DECAY, STEP_SIZE
 from ..triton_kernels import LARGEST_GRADIENT, Coef
+from .policies import DeepSpeedVariance
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):
-    """Follows DeepSpeed's formulas; made by ``ZeroOneAdam.from_deepspeed``, with ``ZeroOneAdam``'s arguments."""
+    """Follows DeepSpeed's formulas; made by ``from_config``, with ``ZeroOneAdam``'s arguments."""
 
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""

@@ -1,17 +1,15 @@
-"""Reads the optimizer block of a DeepSpeed config."""
+"""Makes optimizers of the optimizer block of a DeepSpeed config."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
-from ..core.settings import FAULTS, NUMERICS, Faults, Layerwise, Numerics, values_of
-from ..optim.adam import OneBitAdam
-from ..optim.onebit_lamb import OneBitLamb
-from ..optim.policies import DeepSpeedRounds, DeepSpeedVariance
-from ..optim.zero_one import ZeroOneAdam
-from .deepspeed_zero_one import DeepSpeedZeroOneAdam
+from .. import Faults, Layerwise, Numerics, OneBitAdam, OneBitLamb, ZeroOneAdam
+from ..core.settings import FAULTS, NUMERICS, Params, Ranks, values_of
+from .policies import DeepSpeedRounds, DeepSpeedVariance
+from .zero_one import DeepSpeedZeroOneAdam
 
 _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
 """How DeepSpeed moved bytes; here the process group says that."""
@@ -19,10 +17,10 @@ _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
 _UNSUPPORTED = {"amsgrad": False, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "exp_avg_mask": None}
 """Keys accepted only at the value that DeepSpeed itself treats as off."""
 
-_LAMB_KEYS = {
-    "coeff_beta": ("beta3", 0.9),
+LAMB_KEYS = {
     "max_coeff": ("c_max", 10.0),
     "min_coeff": ("c_min", 0.01),
+    "coeff_beta": ("beta3", 0.9),
     "factor_max": ("r_max", 4.0),
     "factor_min": ("r_min", 0.5),
     "factor_threshold": ("r_threshold", 0.1),
@@ -30,6 +28,7 @@ _LAMB_KEYS = {
 """DeepSpeed's names of what 1-bit LAMB adds: ours, and its defaults."""
 
 _T = TypeVar("_T", Numerics, Faults)
+_Optimizer = TypeVar("_Optimizer", bound=Any)
 
 NUMERICS_OF_ALL = Numerics(
     scale_norm="l2",
@@ -54,25 +53,77 @@ class DeepSpeedLayerwise(Layerwise):
     variant: str = "deepspeed"
 
 
-def onebit_adam_arguments(
-    config: Mapping[str, Any], *, numerics: Numerics = NUMERICS, faults: Faults = FAULTS, **options: Any
-) -> dict[str, Any]:
-    """Translate DeepSpeed's ``OneBitAdam`` settings to keyword arguments of ours.
+@overload
+def from_config(
+    params: Params, config: Mapping[str, Any], process_group: Ranks = ..., *, kind: type[_Optimizer], **options: Any
+) -> _Optimizer: ...
+
+
+@overload
+def from_config(
+    params: Params, config: Mapping[str, Any], process_group: Ranks = ..., **options: Any
+) -> OneBitAdam | OneBitLamb | ZeroOneAdam: ...
+
+
+def from_config(
+    params: Params,
+    config: Mapping[str, Any],
+    process_group: Ranks = None,
+    *,
+    kind: type[Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Make the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
+
+    Those are: l2 scales over everything and no bias correction. Of two stages also: coordinates with v == 0 are
+    left as they are, and ``freeze_step`` F means F - 1 uncompressed updates: DeepSpeed's first ``step()`` only
+    sets up its buffers and drops the gradient, but is counted. Ours drops none. Of LAMB also: a ratio of roots,
+    blended with the share of the weight decay and clipped the other way round. Of 0/1 Adam: intervals count steps,
+    that first one included; gradients are compressed until the variance is frozen, and weight decay is part of what
+    is summed and of the rebuilt momentum. Where learning rates change the residuals follow them; those of DeepSpeed's
+    0/1 Adam do not.
 
     Args:
-        config: ``{"type": "OneBitAdam", "params": {...}}`` or just the params.
-        numerics: Whose fields that are not None go before DeepSpeed's numerics.
-        faults: Likewise; DeepSpeed has no guard.
-        options: Further arguments, which go before the config's.
+        params: As for the constructor; per-group settings override the config's.
+        config: The optimizer block, ``{"type": "OneBitAdam", "params": {...}}``, or, with a ``kind``, its params.
+        process_group: As for the constructor.
+        kind: ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam`` or a subclass; None: what the config's ``"type"`` says.
+        options: Further arguments of the constructor; they go before the config's, and so does what ``numerics``
+            and ``faults`` say. ``layerwise`` goes with a config that has none of DeepSpeed's names for what it says.
 
     Raises:
-        ValueError: for another optimizer, an unknown key, or a value with no counterpart.
+        TypeError, ValueError: for another optimizer, an unknown key, or a value with no counterpart.
     """
+    base = _base(kind, config)
+    arguments = _ARGUMENTS[base](config, **options)
+    # DeepSpeed's steps of 0/1 Adam are others than ours.
+    made = DeepSpeedZeroOneAdam if base is ZeroOneAdam else kind or base
+    return made(params, **arguments, process_group=process_group)
+
+
+def _base(kind: type[Any] | None, config: Mapping[str, Any]) -> type[Any]:
+    """Return which of the three optimizers is asked for, by its class or in the config."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f'config must be a dict, DeepSpeed\'s config["optimizer"], got {type(config).__name__}')
+    if "optimizer" in config:
+        raise ValueError('config must be the optimizer block, got a whole DeepSpeed config; pass config["optimizer"]')
+    names, said = ", ".join(base.__name__ for base in _ARGUMENTS), str(config.get("type")).lower()
+    for base in _ARGUMENTS:
+        if base.__name__.lower() == said if kind is None else issubclass(kind, base):
+            return base
+    if kind is None:
+        raise ValueError(f'config["type"] must be one of {names}, got {config.get("type")!r}')
+    raise TypeError(f"kind must be one of {names}, or a subclass, got {kind.__name__}")
+
+
+def _onebit_adam_arguments(
+    config: Mapping[str, Any], *, numerics: Numerics = NUMERICS, faults: Faults = FAULTS, **options: Any
+) -> dict[str, Any]:
     given = _params(config, "OneBitAdam")
     return _two_stages(given, "OneBitAdam", numerics, faults) | _nothing_left(given) | options
 
 
-def onebit_lamb_arguments(
+def _onebit_lamb_arguments(
     config: Mapping[str, Any],
     *,
     numerics: Numerics = NUMERICS,
@@ -80,23 +131,18 @@ def onebit_lamb_arguments(
     layerwise: Layerwise | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Translate DeepSpeed's ``OneBitLamb`` settings to keyword arguments of ours; as above.
-
-    ``layerwise`` goes with a config that has none of DeepSpeed's names for what it says.
-    """
     given = _params(config, "OneBitLamb")
     arguments = _two_stages(given, "OneBitLamb", numerics, faults)
-    if layerwise is not None and (twice := sorted(_LAMB_KEYS.keys() & given.keys())):
+    if layerwise is not None and (twice := sorted(LAMB_KEYS.keys() & given.keys())):
         raise ValueError(f"layerwise must be None where the config has {', '.join(twice)}; take them out of the config")
-    bounds = {ours: given.pop(key, default) for key, (ours, default) in _LAMB_KEYS.items()}
+    bounds = {ours: given.pop(key, default) for key, (ours, default) in LAMB_KEYS.items()}
     said = bounds if layerwise is None else values_of(layerwise)
     return arguments | {"layerwise": DeepSpeedLayerwise(**said)} | _nothing_left(given) | options
 
 
-def zero_one_adam_arguments(
+def _zero_one_adam_arguments(
     config: Mapping[str, Any], *, numerics: Numerics = NUMERICS, **options: Any
 ) -> dict[str, Any]:
-    """Translate DeepSpeed's ``ZeroOneAdam`` settings to keyword arguments of ours; as above."""
     given = _params(config, "ZeroOneAdam")
     frozen = given.pop("var_freeze_step", 100_000)
     if "freeze_step" in given:
@@ -108,10 +154,6 @@ def zero_one_adam_arguments(
 
 
 def _params(config: Mapping[str, Any], expected: str) -> dict[str, Any]:
-    if not isinstance(config, Mapping):
-        raise TypeError(f'config must be a dict, DeepSpeed\'s config["optimizer"], got {type(config).__name__}')
-    if "optimizer" in config:
-        raise ValueError('config must be the optimizer block, got a whole DeepSpeed config; pass config["optimizer"]')
     name = config.get("type", expected)
     if str(name).lower() != expected.lower():
         raise ValueError(f'config["type"] must be "{expected}", got {name!r}')
@@ -167,14 +209,8 @@ def _nothing_left(given: dict[str, Any]) -> dict[str, Any]:
 
 
 _ARGUMENTS: dict[type[Any], Callable[..., dict[str, Any]]] = {
-    OneBitAdam: onebit_adam_arguments,
-    OneBitLamb: onebit_lamb_arguments,
-    ZeroOneAdam: zero_one_adam_arguments,
+    OneBitAdam: _onebit_adam_arguments,
+    OneBitLamb: _onebit_lamb_arguments,
+    ZeroOneAdam: _zero_one_adam_arguments,
 }
-
-
-def translated(kind: type[Any], config: Mapping[str, Any], **options: Any) -> tuple[type[Any], dict[str, Any]]:
-    """Return the class to make of a config where ``kind`` was asked for, and its arguments; see ``from_deepspeed``."""
-    base = next(base for base in kind.__mro__ if base in _ARGUMENTS)
-    # DeepSpeed's steps of 0/1 Adam are others than ours.
-    return DeepSpeedZeroOneAdam if base is ZeroOneAdam else kind, _ARGUMENTS[base](config, **options)
+"""What translates a config to keyword arguments of ours."""

@@ -50,13 +50,13 @@ def floats(value: Any, what: str, *, least: float = -math.inf) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} in the checkpoint must be a tensor, got {type(value).__name__}")
     if not value.is_floating_point() or value.layout != torch.strided or value.device.type == "meta":
-        found = f"{value.dtype}, {value.layout}, on {value.device.type}"
-        raise TypeError(f"{what} in the checkpoint must be a dense tensor of floating-point numbers, got {found}")
-    value = value.detach().float()
-    wrong = int((~(value.isfinite() & (value >= least))).sum())
+        got = f"{value.dtype}, {value.layout}, on {value.device.type}"
+        raise TypeError(f"{what} in the checkpoint must be a dense tensor of floating-point numbers, got {got}")
+    found: Tensor = value.detach().float()
+    wrong = int((~(found.isfinite() & (found >= least))).sum())
     if wrong:
         expected = "finite" if least == -math.inf else f"finite and >= {least:g}"
         raise ValueError(
-            f"{what} in the checkpoint must be {expected}, but {wrong} of {value.numel()} elements are not"
+            f"{what} in the checkpoint must be {expected}, but {wrong} of {found.numel()} elements are not"
         )
-    return value
+    return found

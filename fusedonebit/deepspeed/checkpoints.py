@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import FusedOneBitWarning
+from .. import FusedOneBitWarning
 from .values import count, floats, mapping, number, sequence
 
 KEY = "fusedonebit"
@@ -240,7 +240,7 @@ def _wrapped(whole: Mapping[str, Any]) -> Any:
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, kind: str) -> None:
-    mine = type(optimizer).__name__.removeprefix("DeepSpeed")  # what from_deepspeed makes of 0/1 Adam
+    mine = type(optimizer).__name__.removeprefix("DeepSpeed")  # what from_config makes of 0/1 Adam
     if mine != kind and (mine, kind) != ("ZeroOneAdam", "OneBitAdam"):
         raise ValueError(f"the checkpoint is of DeepSpeed's {kind}, which {mine} can't go on from; construct a {kind}")
 
