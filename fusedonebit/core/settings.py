@@ -37,64 +37,87 @@ LEAST_REWARM_STEPS = 10
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    r"""What is computed, in which precision, and how it is compressed.
+    """Numerics of an optimizer: how it compresses, what it divides by, and in which formats it keeps its state.
+
+    Ranks compare these options, and raise where they differ. An optimizer refuses, with ValueError, an option that it
+    does not have, unless it has its default; those of few optimizers name them. None stands for the optimizer's own
+    default. v is the variance, the moving average of squared gradients, and m/denom Adam's update,
+    m/(sqrt(v) + eps). v is *frozen* with a ``freeze_step`` or ``variance="frozen"``; else it is *shared*: renewed
+    every few steps while updates travel as bits. docs/numerics.md measures what these options do.
 
     Args:
-        scale_norm: Of what is compressed, d elements c. ``"l1"``: mean \|c\| (1-bit Adam's paper). ``"l2"``:
-            \|c\|_2/sqrt(d) (DeepSpeed). ``"contractive"``: min(l2, 1.9 l1), never larger than what it compresses.
-            ``"relaxed"``: min(1.3 l2, 1.9 l1), with which residuals leave sooner, and servers' steps are up to 1.3
-            times as long where workers agree; with a variance that lives only from
-            0.25/(1 - beta2) steps after the warm-up on. None: ``"contractive"``, but ``"relaxed"`` with such a one, and
-            with ``ZeroOneAdam`` without a ``variance_policy``.
-        scale_scope: One scale for everything (``"global"``), per tensor (``"layer"``), per block of at most 4096
-            elements of a tensor (``"block"``), or per bucket (``"bucket"``; not with ``ZeroOneAdam``). None:
-            ``"block"``.
-        precondition: Compress the update m/denom itself instead of m: a fixed scaling of each coordinate, so that the
-            error feedback stays exact. Denominators of a frozen v are at least a thousandth of their median
-            (``freezing.quantile_floor``). None: True, but False with ``OneBitLamb`` where v is frozen: its scaling of
-            momenta by layer does better (docs/numerics.md).
-        ternary: Two bits per parameter, sign and zero (Tarasov & Ershov, section 4): exact zeros stay zeros, and
-            scales are means over what is not zero. For gradients with many exact zeros.
-        variance_floor: What v has at least after the warm-up, as a share of its tensor's mean. None: 0.1 where v lives,
-            0.01 with ``OneBitLamb``, or ``OneBitAdam`` where it preconditions; else 0. With ``ZeroOneAdam``
-            denominators in rounds of bits are sqrt(v + share * mean), so that coordinates which renewals have hardly
-            seen take no giant steps; a renewal divides by Adam's own, and a tensor that never had a gradient in one
-            only decays until it has. None: 0.001; without a ``variance_policy`` there is no floor.
-        dead_coordinates: What coordinates with v == 0 get at the freeze: ``"mean"`` of their tensor's other v; tensors
-            without any take no further part, or, where v lives on, wait for one. ``"keep"``: 0. None: ``"mean"``.
-        bias_correction: Adam's; that of v is frozen with it, done at the freeze where v lives on, or counts its
-            renewals. None: True with Adam, False with LAMB, whose equation (2) has none, but True where v lives.
-        eps_inside_sqrt: sqrt(v + eps), as LAMB's equation (2) is printed, instead of sqrt(v) + eps; with ``OneBitAdam``
-            in the compression stage (Tarasov & Ershov, eq. 2).
-        serve_alone: With world size 1 compress twice, as a worker and as a server, which keeps a residual, too; else
-            once. With more ranks, or a ``hierarchy``, there are servers anyway. None: False, but True with DeepSpeed's
-            presets.
-        frozen_dtype: ``torch.bfloat16`` keeps the variance of the compression stage in 2 bytes instead of 4, and reads
-            as many fewer in each step; denominators are then off by at most 0.2 %, alike on all ranks. Where v lives
-            on, so are the worker's own squares kept, rounded stochastically. At its begin the stage allocates 2 bytes
-            per parameter and frees 4.
-        master_weights: Keep float32 copies of bfloat16 and float16 parameters, 4 bytes each, that updates go to;
-            parameters are their rounded values. What you write into parameters, they take over, unless it goes through
-            ``p.data.copy_`` or the like, of which torch keeps no trace. ``"16bit"``: of bfloat16 parameters keep what
-            they lack of such a copy, instead of it: 2 bytes each, and the same masters bit for bit; where two bfloat16
-            are as near, parameters take the one of larger magnitude. ``"8bit"``: keep the upper 8 of these bits, 1
-            byte each, rounded stochastically: masters have 24 bits. Kernels read and write both where they move the
-            parameter; float32 parameters beside have none. What you write into parameters counts, however you do it,
-            but for the correction that is there: half a unit in the last place at most. Checkpoints have float32
-            masters with any of the three. For ``AdamW``, ``OneBitAdam`` and ``OneBitLion``.
-        stochastic_rounding: Round bfloat16 parameters up or down with odds that keep the mean, instead of to nearest,
-            which loses updates below half a unit in the last place (Gupta et al., 2015; for bfloat16 Zamirai et al.,
-            2020). Which way depends only on the number of updates and the element: it is the same on all ranks and
-            after a resumption. float32 parameters are not rounded; float16 ones are refused.
-        state: In what ``AdamW``, ``Lamb`` and ``OneBitAdam`` keep moments, residuals and squares: ``"bf16"`` is half
-            the bytes, ``"8bit"`` a quarter: floats with three bits of mantissa, what is not negative in 32 octaves
-            below its block's largest, what has a sign in 16. What is saved is moved less in each step as well, twice.
-            They are rounded stochastically, with bits that depend on the number of updates and the element alone. With
-            8 bits an element whose gradients are below a ten-thousandth of its block's largest hardly moves, and an
-            outlier of 1e7 times the others holds up its block: pass ``max_grad_norm``. Checkpoints have float32; to
-            save one rounds ``OneBitAdam``'s residuals once more.
-        maximize: Ascend instead of descend. Groups may set it.
-        mask: For some parameters a bool tensor of their shape; where False nothing ever moves, nor enters a norm.
+        scale_norm: How large the one magnitude is that stands for d compressed elements c. ``"l1"``: mean |c| (1-bit
+            Adam's paper). ``"l2"``: |c|_2/sqrt(d) (DeepSpeed), whose residual can be larger than c. ``"contractive"``:
+            min(l2, 1.9 l1), whose residual is always smaller than c. ``"relaxed"``: min(1.3 l2, 1.9 l1), also a
+            contraction, whose residuals are sent sooner, but where workers agree steps are up to 1.3 times as long;
+            with a shared v the first 0.25/(1 - beta2) steps after the warm-up are ``"contractive"`` instead. None:
+            ``"relaxed"`` with a shared v and with ``ZeroOneAdam`` without a ``variance_policy``, else
+            ``"contractive"``. For ``OneBitAdam``, ``OneBitLamb`` and ``ZeroOneAdam``.
+        scale_scope: Which elements share a scale: all (``"global"``; only with one bucket), those of a tensor
+            (``"layer"``), of a block of at most 4096 elements of a tensor (``"block"``; 0.8 % more bytes), or of a
+            bucket (``"bucket"``; not with ``ZeroOneAdam``). None: ``"block"``. For the same optimizers.
+        precondition: Compress m/denom instead of m, so that all coordinates are of one size; error feedback stays
+            exact, in units of the update. Denominators of a frozen v are then at least a thousandth of their median.
+            False is what the papers do. None: True, but False with ``OneBitLamb`` and a frozen v, which scales the
+            momentum by layer instead. For the same optimizers; must be True with ``OneBitLamb`` and a shared v, and
+            with ``ZeroOneAdam`` without a ``variance_policy``, where each worker has a v of its own.
+        ternary: Send two bits per parameter, the second for "exactly zero" (Tarasov & Ershov, section 4): elements that
+            are 0 on all ranks stay 0, and scales are means over the others. For gradients with many exact zeros;
+            doubles the bytes on the wire. For ``OneBitAdam`` and ``OneBitLamb``.
+        variance_floor: Lower bound of v after the warm-up, as a share in [0, 1) of its tensor's mean v. Raise it if
+            updates become too long for coordinates that had small gradients in the warm-up. None: 0.1 with a shared v,
+            0.01 with a frozen one; 0 with ``OneBitAdam`` and ``precondition=False``. With ``ZeroOneAdam`` and a
+            ``variance_policy`` the share of the mean is added instead, to denominators of compressed rounds, sqrt(v +
+            share * mean); rounds that renew v divide by Adam's own, and until a tensor has had a gradient in one, only
+            weight decay moves it; None is 0.001 there, and 0, without a policy, is all that is allowed.
+        dead_coordinates: What replaces v == 0 at the freeze, of coordinates that had no gradient in the warm-up.
+            ``"mean"``: the mean of their tensor's v > 0; a tensor that has none is left out of the compression stage,
+            or, with a shared v, waits for its first gradient. ``"keep"``: nothing, so that they move by lr * m/eps; for
+            comparisons, only with a frozen v that has no floor, and ``precondition=False``. None: ``"mean"``. For
+            ``OneBitAdam`` and ``OneBitLamb``.
+        bias_correction: Whether m and v are divided by 1 - beta^t, as Adam does. The correction of v ends at the
+            freeze, or when a shared v begins; in ``ZeroOneAdam`` with a ``variance_policy`` t counts v's renewals.
+            None: True, but False with ``Lamb`` and with ``OneBitLamb`` and a frozen v, as LAMB's equation (2) has none.
+            Not for ``OneBitLion`` and ``MarsitSGD``, which have no v.
+        eps_inside_sqrt: Divide by sqrt(v + eps), as LAMB's equation (2) is printed, instead of sqrt(v) + eps. With
+            ``OneBitAdam`` in the compression stage alone (Tarasov & Ershov, eq. 2). For ``OneBitAdam``, ``OneBitLamb``
+            and ``Lamb``.
+        serve_alone: With one rank, compress twice, as a worker and as a server with a residual of its own, as several
+            ranks do. To reproduce DeepSpeed's runs to the bit; costs five more device operations a step, and 4 bytes
+            per parameter. With several ranks, or a ``hierarchy``, there is always a server. None: False, but True with
+            DeepSpeed's presets. For ``OneBitAdam``, ``OneBitLamb`` and ``ZeroOneAdam``.
+        frozen_dtype: Dtype of v in the compression stage: ``torch.float32`` or ``torch.bfloat16``, which saves 2 bytes
+            per parameter of memory, and of reading in each step, for denominators that are off by up to 0.2 %, alike on
+            all ranks. With a shared v it saves 4, and 6 of reading and writing: each worker's moving average of its own
+            squared gradients is bfloat16 as well, rounded stochastically. The stage allocates 2 bytes per parameter
+            when it begins, and frees 4. For ``OneBitAdam`` and ``OneBitLamb``; a ``state`` of fewer bits overrides it.
+        master_weights: Whether updates of bfloat16 and float16 parameters are added to float32 copies, of which
+            parameters are the rounded values; without them an update below half a unit in the last place is lost. True:
+            keep the copies, 4 bytes per parameter. They take over what you write into parameters, unless it goes
+            through ``p.data.copy_`` or the like, of which torch keeps no trace. ``"16bit"``: keep what bfloat16
+            parameters lack of the copies, 2 bytes per parameter: the same masters bit for bit (of two bfloat16 equally
+            near, parameters take the one of larger magnitude). ``"8bit"``: keep only the upper 8 of these bits, 1 byte
+            per parameter, rounded stochastically: masters of 24 bits. With the last two whatever you write into
+            parameters counts, plus the correction that is there, half a unit in the last place at most; they are for
+            ``AdamW``, ``OneBitAdam`` and ``OneBitLion``, and refuse float16. Float32 parameters beside have no masters.
+            Checkpoints have float32 masters with any of the three.
+        stochastic_rounding: Round updated bfloat16 parameters up or down at random, so that they are right on average,
+            instead of to nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020). An alternative to
+            ``master_weights`` that takes no memory, and excludes it. Random bits depend only on the number of updates
+            and the element: they are the same on all ranks and after a resumption. Float32 parameters are not rounded;
+            float16 ones, or none of bfloat16, are refused. Not with ``ZeroOneAdam``, nor with several local steps.
+        state: Format of moments, residuals and squares, of ``AdamW``, ``Lamb`` and ``OneBitAdam``: ``"fp32"``,
+            ``"bf16"``, which halves their bytes, or ``"8bit"``, which quarters them; each step also reads and writes as
+            much less. Both are rounded stochastically, by the number of updates and the element alone. 8 bits are
+            floats with three bits of mantissa and a shared exponent per block: values from the block's largest down to
+            2^-32 of it where they can't be negative, 2^-16 where they can. An element whose gradients are below a
+            ten-thousandth of its block's largest then hardly moves, and an outlier of 1e7 times the others stops its
+            block: pass ``max_grad_norm``. ``"8bit"`` needs ``precondition`` with ``OneBitAdam``. Checkpoints have
+            float32, and saving one rounds ``OneBitAdam``'s residuals once more.
+        maximize: Ascend instead of descend, as in torch. Groups may set it.
+        mask: Parameters mapped to bool tensors of their shape (a DTensor's shard), equal on all ranks: elements with
+            False never move, and count in no norm. Parameters that are left out move everywhere. TypeError or
+            ValueError for other tensors.
     """
 
     scale_norm: ScaleNorm | None = None
@@ -131,38 +154,48 @@ class Numerics:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How parameters are laid out, and how ranks send.
+    """Layout of the parameters, and how and when ranks communicate.
+
+    As with ``Numerics``, ranks compare these options, and an optimizer refuses those that it does not have.
 
     Args:
-        hierarchy: A ``DeviceMesh`` of two dimensions, between nodes and inside one, or those two groups: gradients are
-            averaged inside a node, and compressed between nodes (``comm.parted``), each rank's part with scales
-            of its own; ``momentum()`` and ``worker_error()`` tell of this rank's part. Marsit's workers, of which its
-            topology speaks, are then nodes. None: no levels.
-        hierarchy_dtype: In which gradients travel inside a node: ``torch.float32``, or ``torch.bfloat16``.
+        hierarchy: Two levels of ranks, the first between nodes, the second inside one: a ``DeviceMesh`` of two
+            dimensions, or two groups. Gradients are averaged uncompressed inside a node, where bandwidth is cheap, and
+            compressed between nodes (``comm.parted``); each rank compresses its part of the parameters, with scales of
+            its own, and ``momentum()`` and ``worker_error()`` are of that part. Marsit's topology is then one of nodes.
+            Not with ``overlap``, several ``buckets`` or ``fully_shard``. None: one level. For ``OneBitAdam``,
+            ``OneBitLamb``, ``MarsitSGD`` and ``MarsitAdam``.
+        hierarchy_dtype: Dtype of gradients on their way inside a node, ``torch.float32`` or ``torch.bfloat16``; the
+            latter only with a ``hierarchy``.
         model_parallel: The ranks that hold the other parts of this rank's model, where ``process_group`` averages over
-            its replicas: a group, or a ``DeviceMesh`` of one dimension, of tensor parallelism; with pipeline stages a
-            mesh of two dimensions, or two groups, that of the tensor parallelism last. All clip by one norm and skip a
-            step together. Of DTensors placements say which are shards; of plain tensors those are with an attribute
-            ``tensor_model_parallel`` that is True, as Megatron's layers set it. All others are replicas: they count
-            once in a norm, and in every 64th step ranks compare them. All ranks pass theirs: one that passes None
-            leaves the others waiting. None: this rank holds the whole model, or what
-            ``fully_shard`` has left of it.
-        overlap: Compress and send in the backward pass, each bucket as soon as its gradients are there; all but the
-            last of several backward passes before a step belong in ``with optimizer.no_sync()``. The same result, bit
-            for bit, as with as many ``buckets`` without it. On a fast network, or where hosts share cores, it takes
-            longer.
-        buckets: Into how many equal ranges the parameters are cut, each compressed by itself; None: 1, or 4 with
-            ``overlap``.
-        block_size: Elements per block of the layout; None chooses.
-        broadcast_parameters: Start from rank 0's values instead of demanding equal ones.
-        capturable: Steps can be captured in CUDA graphs in the compression stage, of one rank's ``AdamW`` and ``Lamb``
-            always; learning rates become tensors on the device, which schedulers fill in place, and are no longer
-            compared between ranks. A living variance is renewed in steps between replays: take one in each 50.
-        release_gradients: For ``AdamW`` on one rank alone: update parameters in the backward pass, a 32nd of them at a
-            time, as soon as their gradients are there, and free those. ``step()`` then ends the update; the result is
-            the same, bit for bit. Set learning rates before the backward pass. All but the last of several backward
-            passes before a step belong in ``with optimizer.no_sync()``, in which gradients accumulate. After the
-            backward pass there is nothing left to clip, scale or drop.
+            its replicas. With tensor parallelism a group, or a ``DeviceMesh`` of one dimension; with pipeline stages,
+            too, a mesh of two dimensions, or two groups, tensor parallelism last. All parts are clipped by one norm,
+            and skip a step together. DTensors are shards or replicas as their placements say; a plain tensor is a shard
+            if it has an attribute ``tensor_model_parallel`` that is True, as Megatron's layers set it, else a replica.
+            Replicas count once in a norm, and ranks compare them in every 64th step. Pass it on all ranks: one that
+            passes None leaves the others waiting. Not with ``overlap`` or several ``buckets``. None: this rank holds
+            the whole model, or the shards of it that ``fully_shard`` has left it. For ``AdamW``, ``Lamb``,
+            ``OneBitAdam`` and ``OneBitLamb``.
+        overlap: Compress and send each bucket in the backward pass, as soon as its gradients are there, for
+            ``OneBitAdam`` and ``OneBitLamb``. All but the last of several backward passes before a step belong in
+            ``with optimizer.no_sync()``. The result is the same, bit for bit, as with as many ``buckets`` without it.
+            On a fast network, or where hosts share cores, it takes longer. Not with ``max_grad_norm``, ``capturable``
+            or one global scale.
+        buckets: Number of equal ranges into which the parameters are cut, each compressed and sent by itself. None: 1,
+            or 4 with ``overlap``. For ``OneBitAdam`` and ``OneBitLamb``.
+        block_size: Elements per block of the flat layout, in which each tensor begins a new block: 1024, 512, 256 or
+            128. None: the largest that adds less than 1 % of padding, else the one that adds least.
+        broadcast_parameters: Begin with rank 0's parameters on all ranks. False: raise an error if they differ.
+        capturable: Let CUDA graphs capture steps, which then need ``Faults(nonfinite="skip")``: those of the
+            compression stage, and all of ``AdamW`` and ``Lamb`` on one rank alone. Learning rates become tensors on the
+            device, which schedulers fill in place, and which ranks no longer compare. No replay can renew a shared
+            variance: take one step in 50 outside the graph. For ``AdamW``, ``Lamb``, ``OneBitAdam`` and ``OneBitLamb``.
+        release_gradients: Update parameters in the backward pass, a 32nd of them at a time, as soon as their gradients
+            are there, and free those, so that about a 32nd of all gradients is in memory at once. For ``AdamW`` on one
+            rank alone. ``step()`` then ends the update, whose result is the same, bit for bit. Set learning rates
+            before the backward pass. All but the last of several backward passes before a step belong in ``with
+            optimizer.no_sync()``, in which gradients accumulate. After the backward pass nothing is left to clip, scale
+            or drop: not with ``max_grad_norm``, ``nonfinite="raise"`` or ``capturable``.
     """
 
     hierarchy: DeviceMesh | tuple[Any, Any] | None = None
@@ -188,18 +221,23 @@ class Wire:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What happens to updates that would spoil a run.
+    """What is done about updates that would spoil a run.
 
     Args:
-        nonfinite: A NaN or Inf gradient on any rank: all ranks ``"skip"`` the step, or the round, or ``"raise"``, at a
-            round's end. ``AdamW`` and ``Lamb`` on one rank alone leave such elements out, and take the step. Where
-            workers move by themselves, what they have added up is kept for the next round, but for elements that are
-            not finite.
-        guard: A compressed update whose norm is 10 times (300 where momentum is not preconditioned, and its scales are
-            not by block) that of the last uncompressed one, or of noise, is skipped on all ranks
-            (``guard.DivergenceGuard``); then ``"rewarm"``: warm up again, without what goes beyond a step of Adam's.
-            ``"warn"``: keep it as residual and warn; training may stand still. ``"off"``: no such check. None:
-            ``"rewarm"``.
+        nonfinite: What follows a gradient that is NaN, infinite, or larger than 1.8e19 (float32 can't hold its square)
+            on any rank. ``"skip"``: all ranks leave their parameters as they are, count the step in
+            ``stats()["skipped_steps"]``, and warn. ``"raise"``: all ranks raise NonFiniteGradientError; costs a wait
+            for the device in each step. Optimizers that work in rounds do so at a round's end: what workers have added
+            up is kept for the next round, but for elements that are not finite. ``AdamW`` and ``Lamb`` on one rank
+            alone, with ``"skip"``, leave out only the elements, and take the step.
+        guard: What follows a compressed update that is far too large, for ``OneBitAdam`` and ``OneBitLamb``: one whose
+            norm is more than 10 times that of the last uncompressed update, or of pure noise where that is more; of
+            ``OneBitLamb`` with a shared variance, that of an average step. (300 times where no uncompressed update came
+            before, and where momentum is not preconditioned and scales are not by block.) See
+            ``optim.guard.DivergenceGuard``; it costs no bytes. ``"rewarm"``: all ranks skip the update, drop what goes
+            beyond a step of Adam's, and take ``rewarm_steps`` uncompressed steps; needs beta1 > 0. ``"warn"``: they
+            skip it, keep it as residual, and warn; training may stand still, so this is for looking into a run.
+            ``"off"``: there is no check. None: ``"rewarm"``.
         rewarm_steps: Uncompressed updates of such a warm-up, and the length of the variance's memory in it.
     """
 
@@ -225,17 +263,19 @@ class Faults:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """When the variance is frozen, where ``freeze_step`` is more than a number; or where it comes from.
+    """When the variance is frozen, or where a frozen one comes from, for ``freeze_step=Freeze(...)``.
 
     Args:
-        step: Number of uncompressed updates, or ``"auto"``: until v is stable (``freezing.AutoFreeze``). 0 needs
-            ``warm_start``, or a loaded checkpoint.
-        lr_warmup_steps: With ``"auto"``: updates before v is looked at.
-        deadline: With ``"auto"``: number of updates after which v is frozen, with a warning, even if it is not stable.
-            None: ``lr_warmup_steps`` and 10/(1 - beta2) more, 10,000 with beta2 = 0.999.
-        warm_start: ``state_dict()`` of an earlier run, of any world size: its variance replaces the warm-up, and of
-            LAMB its average coefficients and momentum scales. ``OneBitAdam`` also takes ``torch.optim.AdamW``'s. With
-            ``step=0`` compression starts at once.
+        step: Number of uncompressed updates before the freeze. 0 needs a ``warm_start``, or a checkpoint loaded before
+            the first step. ``"auto"``: until v is stable, as 1-bit Adam's Algorithm 1 decides
+            (``optim.freezing.AutoFreeze``); not with a ``warm_start``.
+        lr_warmup_steps: With ``"auto"``: updates in which the learning rate rises, and v is not looked at yet.
+        deadline: With ``"auto"``: number of updates after which v is frozen even if it is not stable, with a warning.
+            None: ``lr_warmup_steps`` + 10/(1 - beta2), so 10,000 more with beta2 = 0.999.
+        warm_start: ``state_dict()`` of an earlier run of this model, with any number of ranks, the same on all ranks.
+            Its variance replaces that of the warm-up, as do LAMB's average coefficients and momentum scales;
+            momentum and residuals are not taken. ``OneBitAdam`` also takes ``torch.optim.AdamW``'s. With ``step=0``
+            compression begins at once.
     """
 
     step: int | Literal["auto"] = "auto"
@@ -247,25 +287,27 @@ class Freeze:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Layerwise:
-    """What LAMB scales each layer's update with, and how 1-bit LAMB goes on with it.
+    """Layerwise coefficients of LAMB, and what becomes of them while 1-bit LAMB compresses.
 
-    Groups may set c_min, c_max, beta3, r_min, r_max and r_threshold. (1, 1) as c_min and c_max makes a group Adam's: no
-    adaptation (with ``OneBitLamb`` and a frozen variance also beta3 = 0 and (1, 1) as r_min and r_max).
+    LAMB multiplies the update u of each tensor ("layer") by c = |x|/|u|, clipped. Groups may set c_min, c_max,
+    beta3, r_min, r_max and r_threshold. A group with (1, 1) as c_min and c_max has no adaptation, as Adam (with
+    ``OneBitLamb`` and a frozen variance it also needs beta3 = 0 and (1, 1) as r_min and r_max). ``Lamb`` has c_min,
+    c_max and beta3 alone; what speaks of the ratio r is for ``OneBitLamb`` with a frozen variance.
 
     Args:
-        c_min: Least coefficient c (1-bit LAMB, eq. 2); of a frozen variance in the warm-up.
-        c_max: Largest.
-        beta3: Of the coefficients' moving average c_avg. It starts at 0: after F updates it has reached 1 - beta3^F of
-            the coefficients. Only ``OneBitLamb`` uses it, also where it continues from a checkpoint of ``Lamb``; where
-            the variance lives it is of the squares of updates' norms.
-        r_min: Least ratio r (1-bit LAMB, Algorithm 1, line 19); this and what follows with ``OneBitLamb`` alone, and a
-            frozen variance.
-        r_max: Largest.
-        r_threshold: By which share the ratio may change in one step.
-        adaptive: After the freeze c = r c_avg; else c = c_avg (section 3.4, "LAMB + basic 1-bit"), five kernels, and a
-            third less state.
-        momentum_scaling: Scale each layer's momentum to the same size before it is compressed (section 4.3); None:
-            unless it is preconditioned.
+        c_min: Lower bound of c (1-bit LAMB, eq. 2), a number >= 0. With a frozen variance it acts in the warm-up alone.
+        c_max: Upper bound of c, at least 1e-30 and c_min; likewise.
+        beta3: Decay, in [0, 1), of the moving average c_avg of the coefficients, which is frozen with the variance.
+            c_avg starts at 0, so that after F updates it has reached 1 - beta3^F of the coefficients: freeze later, or
+            take a smaller beta3. With a shared variance it is the decay of the mean of |u|^2. ``Lamb`` only keeps c_avg
+            for an ``OneBitLamb`` that continues from its checkpoint.
+        r_min: Lower bound of r, the ratio of the frozen variance to a fresh one (1-bit LAMB, Algorithm 1, line 19).
+        r_max: Upper bound of r.
+        r_threshold: Share, in [0, 1), by which r may change in one step.
+        adaptive: Let c follow after the freeze: c = r c_avg. False: c = c_avg, which stays (section 3.4, "LAMB + basic
+            1-bit"); five kernels a step, and a third less state. Must be True with a shared variance.
+        momentum_scaling: Scale the momentum of each layer to the same size before it is compressed (section 4.3). None:
+            True, but False with ``Numerics(precondition=True)``, where True is refused.
     """
 
     c_min: float = 0.01
