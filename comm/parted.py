@@ -1,21 +1,20 @@
-"""Averages in parts: in buckets, each sent as soon as its gradients are there, or hierarchically, in two levels.
+"""Averages in parts: in buckets, each sent as soon as its gradients are there, or in two levels, for nodes.
 
-Each part has a ``CompressedAllReduce`` of its own; its messages become rows of one buffer, so that kernels find the
-signs of the whole result in one place, as if there were no parts.
+Each part has a ``CompressedAllReduce`` of its own. All parts' results are rows of one buffer, so that later kernels
+read them as if there were one part.
 
-A backward pass fills the index space from its end. Bucket k can travel while bucket k - 1 is not there yet; only the
-first bucket, which comes last, waits for the step: in it every rank hears whether all can take it.
+A backward pass fills the flat index space from its end, so that bucket k travels while bucket k - 1 is still being
+computed. Only bucket 0, which is complete last, waits for ``step``: it tells every rank whether all can take the step.
 
-Two levels are floats inside a node, where the network is fast, and bits between nodes:
+With two levels gradients travel as floats inside a node, where the network is fast, and as bits between nodes:
 
     inside a node   1. reduce-scatter: each rank gets one part of the node's mean gradient, float32 or bfloat16
     between nodes   2. ranks with the same part average its momentum at one bit per element (``CompressedAllReduce``)
     inside a node   3. all-gather of the parts' messages: bits and scales, not floats
 
-Between nodes each rank sends a share of what it would without levels, as many as a node has ranks; the
-algorithm is that of one worker per node, with scales of its own for each part. Rounds (``RoundAllReduce``, on a
-``NodePart``) go the same way: each rank keeps moments and compensation of its part alone, and in step 3 signs are
-gathered, or floats.
+With n ranks in a node, each sends an n-th as much between nodes as without levels. The algorithm is that of one worker
+per node, with scales of its own for each part. Marsit's rounds (``RoundAllReduce``, on a ``NodePart``) go the same way:
+each rank keeps moments and compensation of its part alone, and step 3 gathers signs, or floats.
 """
 
 from __future__ import annotations
@@ -44,15 +43,16 @@ from .transport import LocalTransport, Transport
 
 
 class PartedAllReduce(FeedbackReducer):
-    """Skeleton of a ``FeedbackReducer`` in parts.
+    """Base class of reducers that average in parts, each by a ``CompressedAllReduce`` of its own.
 
     Args:
-        layout: Of the whole, with as many chunks as all parts have.
-        count: How many parts there are.
-        here: Those parts that this rank averages.
-        transport: Between the ranks that average a part.
-        serve_alone: See ``make_all_reduce``.
-        worker_sq: Of the parts that are here, one behind the other; None: nobody wants it.
+        layout: Layout of the whole flat index space, with as many chunks as all parts together.
+        count: Number of parts.
+        here: The parts that this rank averages.
+        transport: Connects the ranks that average the same part.
+        serve_alone: Whether one rank alone has a server, too.
+        worker_sq: The moving averages of squared gradients of the parts in ``here``, one behind the other. None: the
+            variance is not shared.
         device, scale_norm, scale_scope, compensated, octaves, live, ternary, shards: See ``CompressedAllReduce``.
     """
 
@@ -132,16 +132,16 @@ class PartedAllReduce(FeedbackReducer):
 
 
 class BucketedAllReduce(PartedAllReduce, Receiver):
-    """Averages equal ranges, one after the other, or each when ``start`` is called.
+    """A reducer of equal ranges ("buckets"), each of which can be sent before the others are there.
 
     Args:
-        layout: Of the whole; its ``world_size`` is ``count`` times the transport's.
-        count: How many buckets.
-        transport: How messages travel; None for world size 1.
-        options: See ``CompressedAllReduce``.
+        layout: Layout of the whole; its ``world_size`` is ``count`` times the transport's.
+        count: Number of buckets.
+        transport: Connects the ranks. None: there is one.
+        options: Keywords of ``PartedAllReduce``.
 
     Attributes:
-        under_way: Buckets that have been started since the last step.
+        under_way: Buckets that ``start`` has sent since the last step.
     """
 
     worker: SideOfParts
@@ -178,11 +178,11 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
 
     @property
     def together(self) -> bool:
-        """Tell whether no rank starts a bucket before the step, so that all buckets can travel in two collectives."""
+        """Tell whether all buckets travel in two collectives, because no rank starts one before the step."""
         return self.serves
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        """Average the buckets that have not been started, the last first; all are skipped, or none."""
+        """Average the buckets that have not been started, the last one first; the step skips all buckets or none."""
         if self.together:
             self._exchange_together(compress, told)
         else:
@@ -196,7 +196,7 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         self.receive(told)
 
     def _exchange_together(self, compress: Compress, told: Told) -> None:
-        """Average all buckets by messages that are those of all of them, one behind the other."""
+        """Average all buckets in one exchange, their messages one behind the other."""
         world_size = self.transport.world_size
         for part in reversed(self.parts):
             part.write(compress, self._told(part, told))
@@ -211,7 +211,10 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         of_parts.copy_(arrived.transpose(0, 1))
 
     def receive(self, told: Told) -> None:
-        """Take up all buckets together; what one rank alone has made of each only wants to be closed."""
+        """Receive all buckets together: headers, scales and the verdict.
+
+        One rank alone without a server has no messages: it combines the buckets' flags and checks the guard's limit.
+        """
         if self.serves:
             super().receive(told)
             return
@@ -222,19 +225,19 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
 
     @property
     def wire_bytes(self) -> int:
-        """See ``Reducer``."""
+        """Count the bytes of messages and partial sums, which only serve within a step."""
         return super().wire_bytes + (sum(messages.nbytes for messages in self._together) if self.together else 0)
 
     @property
     def sides(self) -> tuple[SideOfParts, ...]:
-        """See ``Receiver``."""
+        """Return the sides of error feedback that this rank has."""
         return (self.worker, self.server) if self.serves else (self.worker,)
 
     def state(self) -> list[Tensor]:
         return [*super().state(), *(side.segment for side in self.sides)]
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if some buckets have been started and not all: what they were made from is gone."""
+        """Raise RuntimeError if the backward pass has sent buckets: until ``step`` there is no complete state."""
         if self.under_way:
             raise RuntimeError(
                 f"{len(self.under_way)} of {self.count} buckets have been sent by the backward pass: between it and "
@@ -254,14 +257,14 @@ _COMPARED = (Word.STEP, Word.TAG)
 
 
 class HierarchicalAllReduce(PartedAllReduce):
-    """Averages as ``CompressedAllReduce`` does, with nodes as workers.
+    """A reducer of two levels: ``CompressedAllReduce`` with nodes as workers.
 
     Args:
-        layout: Of the whole; its ``world_size`` is that of both transports, multiplied.
-        between: The ranks of all nodes that have the same place in theirs.
-        inside: The ranks of this node.
-        dtype: In which gradients travel inside: float32 or bfloat16.
-        options: See ``CompressedAllReduce``.
+        layout: Layout of the whole; its ``world_size`` is the product of both transports'.
+        between: Connects the ranks of all nodes that have the same place in their node.
+        inside: Connects the ranks of this node.
+        dtype: Dtype of gradients inside a node: float32 or bfloat16.
+        options: Keywords of ``PartedAllReduce``.
     """
 
     largest_gradient = NodePart.largest_gradient

@@ -142,12 +142,13 @@ class DistributedOptimizer(Keeper):
 
         Raises:
             NonFiniteGradientError: with ``nonfinite="raise"``, on every rank.
-            AbortedStepError, OutOfStepError: on every rank. After any of these parameters and step
-                counts are as before; compressing optimizers keep the gradients as residual.
-            CollectiveError: if a rank died or hangs; restart from a checkpoint. So do all calls after a step that
-                another exception has ended while it changed parameters; before that, and after, the step is none, or
-                whole. Ctrl-C, and what else signals' handlers raise, waits until the step is whole; a second signal
-                does not.
+            AbortedStepError, OutOfStepError: on every rank, if one had an error, or they disagree about the step.
+                After these three, parameters and step counts are as before; compressing optimizers keep the gradients
+                as residual.
+            CollectiveError: if a rank died or hangs, or if an exception has ended an earlier step while it was changing
+                parameters; restart from a checkpoint. An exception before or after that leaves the step undone or
+                complete. Ctrl-C, or what another signal's handler raises, waits until the step is complete; a second
+                signal does not wait.
             RuntimeError, TypeError, ValueError: if this rank's parameters or gradients can't be used.
         """
         loss = None

@@ -8,34 +8,42 @@ from torch import Tensor
 from ..triton_kernels.nouns import Limit
 
 LIMIT = 10.0
-"""Times the norm of the last uncompressed update that a compressed one may be at most."""
+"""Largest norm of a compressed update, as a multiple of the reference."""
 
 RISE = 1.5
-"""By which factor a veto, and the warm-up after it, may raise what updates are compared with."""
+"""Largest factor by which the re-warm-up after a veto may raise the reference."""
 
 LEAST_SQUARE = 0.04
-"""Of an element's update, on average, as which at least it counts: one of 1 is healthy, however small they were."""
+"""Least mean square of an element's update (in units of lr) in the reference.
+
+An update of 1 per element is healthy, even if all before it were much smaller."""
 
 COARSE_LIMIT = 300.0
-"""The same where the momentum is compressed with few scales: then healthy updates are tens of times larger."""
+"""``LIMIT`` where momentum is compressed with fewer scales than one per block, or no uncompressed update came before.
+
+In the former case healthy updates are tens of times larger than the reference."""
 
 
 class DivergenceGuard:
-    """Refuses updates much larger than the last uncompressed one; for no bytes on the wire.
+    """A limit on the norm of compressed updates, which costs no bytes on the wire.
 
-    A synchronised update is s_b/denom_i in block b, up to its sign, so that
+    A synchronised update u has one magnitude s_b per block b, divided by the denominators of its elements i:
 
-        |u|^2 = sum_b s_b^2 w_b,    w_b = sum over the live i in b of 1/denom_i^2
+        |u_i| = s_b/denom_i,    |u|^2 = sum_b s_b^2 w_b,    w_b = sum of 1/denom_i^2 over the live elements i of b
 
-    and all w_b are constants of the freeze (where zeros travel as zeros, with ``ternary``, it is a
-    bound). Bias correction of the momentum, which goes on, is a factor per tensor. Everything is the
-    same on all ranks, and so is the verdict.
+    So the norm is known from the scales alone, exactly (with ``ternary``, which sends zeros, it is an upper bound), and
+    before anything has moved. The weights w_b change only when v does; the momentum's bias correction is a factor per
+    tensor. All of it is the same on all ranks, and so is the verdict.
+
+    Args:
+        device: Where the tensors lie.
+        coarse: Whether the limit is ``COARSE_LIMIT`` times the reference instead of ``LIMIT`` times.
 
     Attributes:
-        reference: float64 [], |u| of the last uncompressed update, or of pure noise where that is more; after a veto
-            at most ``RISE`` times what it was: what led to it may have made updates large for long. Of a living LAMB
-            the norm of all layers' steps as they are on average.
-        limit: float64 [], the largest |u| that is let through.
+        reference: float64 [], |u| of the last uncompressed update, or of pure noise if that is larger. After a veto it
+            rises by ``RISE`` at most: whatever caused the veto may have enlarged the updates before it, too. Of LAMB
+            with a shared variance it is the norm of an average step.
+        limit: float64 [], the largest |u| that passes.
         norm: float64 [], |u| of the last compressed update.
     """
 
@@ -47,7 +55,7 @@ class DivergenceGuard:
         self._root = torch.empty(0, device=device)
 
     def weigh(self, weight: Tensor) -> None:
-        """Take the weights w, float64 [B], of a variance that is new."""
+        """Take the weights w, float64 [B], of a new variance."""
         root = weight.sqrt().float()  # w itself may be beyond float32
         if root.shape == self._root.shape:  # where a CUDA graph reads it again
             self._root.copy_(root)
@@ -55,13 +63,13 @@ class DivergenceGuard:
             self._root = root
 
     def arm(self, last: Tensor, noise: Tensor, weight: Tensor) -> None:
-        """Take what the freeze knows.
+        """Set the reference and the limit as the compression stage begins.
 
         Args:
-            last: float64 [], |u| of the last uncompressed update, 0 where there was none: after a warm
-                start, whose first updates may well be large, only what is beyond doubt is refused.
-            noise: float64 [], |u| of momentum that is pure noise.
-            weight: float64 [B], w.
+            last: float64 [], |u| of the last uncompressed update. 0: there was none, as after a warm start, whose
+                first updates may be large; the limit is then ``COARSE_LIMIT`` times the reference.
+            noise: float64 [], |u| if the momentum were pure noise.
+            weight: float64 [B], the weights w.
         """
         most = torch.where(self.reference > 0, RISE * self.reference, torch.inf)
         self.reference.copy_(torch.minimum(torch.maximum(last, noise), most))
@@ -69,22 +77,22 @@ class DivergenceGuard:
         self.weigh(weight)
 
     def refer(self, squares: Tensor) -> None:
-        """Take for ``reference`` the root of ``squares``, float64 []."""
+        """Set the reference to the root of ``squares``, float64 [], and the limit to its multiple."""
         torch.sqrt(squares, out=self.reference)
         torch.mul(self.reference, self._times, out=self.limit)
         self._of = "that of an average step"
 
     def resume(self, reference: float, limit: float) -> None:
-        """Take up a checkpoint's numbers; ``arm`` has given the weights, or will."""
+        """Take up a checkpoint's reference and limit; the weights come from ``arm``, before or after."""
         self.reference.fill_(reference)
         self.limit.fill_(limit)
 
     def limit_of(self, coef: Tensor, block_tensor: Tensor) -> Limit:
-        """Return what the reducer refuses by; ``coef`` float32 [tensors, columns of ``Coef``] is the step's."""
+        """Return the limit as ops take it, with this step's ``coef``, float32 [tensors, columns of ``Coef``]."""
         return Limit(coef, block_tensor, self._root, self.limit, self.norm)
 
     def describe(self, rewarms: bool, steps: int, lives: bool) -> str:
-        """Say why an update was refused and what follows; wait for the device."""
+        """Return a warning's text: why an update was refused and what follows; waits for the device."""
         times, most = (float(x / self.reference.clamp(min=1e-300)) for x in (self.norm, self.limit))
         follows = (
             f"What it holds beyond a step of Adam's is dropped, and {steps} uncompressed updates follow"

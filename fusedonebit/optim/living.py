@@ -1,16 +1,17 @@
-"""Keeps a variance alive while momentum travels in bits, for a few hundredths of a byte per parameter and step.
+"""Renews the shared ("living") variance v while momentum travels as bits, for some hundredths of a byte per step.
 
-1-bit Adam freezes v because nobody knows the mean gradient any more, of whose squares it is made. Each worker knows
-its own gradient, though, and can tell the others two things of it (docs/numerics.md, "A variance that lives"):
+1-bit Adam freezes v because no rank knows the mean gradient any more, whose squares v averages. But each of the W
+workers knows its own gradient g_w, and two numbers made of it are enough (docs/numerics.md, "A variance that lives"):
 
-    its shape    s_w, the EMA of its own squares, as logarithms of 8 bits; their mean has the shape of v, but is larger
-                 by the noise that the mean gradient has less of: up to W times
-    its level    projections of it on random signs r, the same on all workers: their mean over workers is r.(mean g),
-                 and E (r.(mean g))^2 = |mean g|^2
+    shape    s_w, the moving average of g_w^2, sent as logarithms of 8 bits. The workers' mean of s_w has the shape of
+             v, but is up to W times as large, as it includes noise that averaging gradients removes.
+    level    projections r.g_w on random signs r, which are the same on all workers. The workers' mean is
+             r.(mean g), and E (r.(mean g))^2 = |mean g|^2.
 
-So v = (level / sum of the mean of s_w) * mean of s_w, by tensor. Both are told at renewals, often at first, then every
-``LONGEST`` steps. In between v stays, the same on all ranks, and what is divided by its root stays comparable; at a
-renewal momentum and residuals are multiplied by old over new denominator, so that error feedback stays exact.
+By tensor, v = mean of s_w * level / sum(mean of s_w). A renewal computes this from what ranks have just shared: after
+the warm-up often, later every ``LONGEST`` steps. Between renewals v is constant, and the same on all ranks. Where
+updates are preconditioned, a renewal multiplies momentum and residuals by the old denominator over the new one, so that
+error feedback stays exact.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ LEAST_COUNTS = 8
 
 
 class Owner(Protocol):
-    """Is an optimizer whose variance lives: ``OneBitOptimizer``, which says what these are."""
+    """The part of ``OneBitOptimizer`` that a shared variance reads and writes; documented there."""
 
     options: OneBitOptions
     param_groups: list[dict[str, Any]]
@@ -89,20 +90,24 @@ class Owner(Protocol):
 
 
 class LivingVariance:
-    """Renews the variance of an optimizer in its compression stage.
+    """The shared variance of an optimizer in its compression stage: when it is renewed, and from what.
+
+    A renewal takes two steps. In a step that is ``due``, ranks exchange squares and projections after the momentum
+    (``share``); the next step begins with the renewal (``settle``). The first step is due, later ones after a quarter
+    of ``age``, at most ``LONGEST`` steps. All ranks decide alike.
 
     Args:
-        optimizer: Whose.
+        optimizer: The optimizer whose ``exp_avg_sq`` is renewed.
 
     Attributes:
-        levels: float32 [5, tensors], see ``renew_levels``.
-        mean_sq: float64 [tensors], the mean again, for the table of coefficients.
-        steps: Steps since the freeze.
-        age: The same, or steps since tensors came alive.
+        levels: float32 [5, tensors], each tensor's level, its weight and what else ``renew_levels`` carries over.
+        mean_sq: float64 [tensors], the mean of v in each tensor; 0 while it waits for its first gradient.
+        steps: Steps since the warm-up.
+        age: Steps since the warm-up, or since a tensor last had its first gradient.
         since: Steps since the last renewal.
-        renewals: How many there were.
-        numels: float64 [tensors], elements that each tensor has on all shards.
-        due: Whether ranks share squares in the present step, of which the next one begins with a renewal.
+        renewals: Number of renewals.
+        numels: float64 [tensors], elements of each tensor on all shards.
+        due: Whether ranks share squares in this step, so that the next step begins with a renewal.
     """
 
     def __init__(self, optimizer: Owner) -> None:
@@ -121,7 +126,7 @@ class LivingVariance:
     # ---------------------------------------------------------------- when
 
     def begin_step(self, optimizer: Owner) -> None:
-        """Renew if it is time, and decide whether the next step does; the same on all ranks."""
+        """Renew v if the last step shared squares, and decide whether this step does; the same on all ranks."""
         self.settle(optimizer)
         self._count_replays(optimizer.step_count.replays)
         asked = False
@@ -139,14 +144,14 @@ class LivingVariance:
         return self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
 
     def _count_replays(self, replays: int) -> None:
-        """Take note of steps that CUDA graphs have replayed meanwhile."""
+        """Count the steps that CUDA graphs have replayed since the last call; warn if they were too many."""
         since, self._replays = replays - self._replays, replays
         self.steps, self.age, self.since = self.steps + since, self.age + since, self.since + since
         if since > 0 and self.since > MOST_REPLAYS:
             warn(REPLAYED.format(self.since))
 
     def check_capture(self) -> None:
-        """Raise RuntimeError while scales are measured otherwise than in the rest of the run."""
+        """Raise RuntimeError in the steps after the warm-up in which ``"relaxed"`` scales are still contractive."""
         left = self._eases_after + 1 - self.steps
         if self._eases and left > 0:
             raise RuntimeError(
@@ -156,7 +161,10 @@ class LivingVariance:
             )
 
     def _word(self, optimizer: Owner) -> Tensor | int:
-        """Return what the host should know, int32 [1]: after a renewal how many are awake; ``STIRS`` where one does."""
+        """Return what the host should know of tensors that wait for their first gradient, int32 [1], or 0: nothing.
+
+        After a renewal it is how many have had it so far ("woken"), in other steps ``STIRS`` if one has just had it.
+        """
         if self._renewed:
             return self._woken
         if self._known >= self._asleep or self.steps % LOOKED_AFTER:
@@ -165,7 +173,7 @@ class LivingVariance:
         return optimizer.shards.max(moves.any().reshape(1).int()) * STIRS
 
     def _ease(self, optimizer: Owner) -> None:
-        """Choose how scales are measured; the same on all ranks."""
+        """Choose the ``scale_norm`` of this step; the same on all ranks."""
         if self._eases:
             optimizer.reducer.set_norm("contractive" if self.steps <= self._eases_after else "relaxed")
 
@@ -176,7 +184,7 @@ class LivingVariance:
         return [*counts, int(self._renewed), self._known, int(self._woken), *on_its_way]
 
     def resume(self, optimizer: Owner, state: Sequence[int]) -> None:
-        """Take up those, ``levels`` are filled apart; all ranks call it."""
+        """Take up what ``state_dict`` has returned, once ``levels`` are filled; every rank calls it."""
         self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = state
         renewed, self._known, count, *on_its_way = woken
         self._renewed, self._told, self._replays = bool(renewed), False, optimizer.step_count.replays
@@ -190,7 +198,12 @@ class LivingVariance:
     # ---------------------------------------------------------------- what
 
     def begin(self, optimizer: Owner, mean: Tensor) -> None:
-        """Take over the warm-up's v, of which ``mean`` float32 [tensors] is that of v > 0; both become corrected."""
+        """Take over the warm-up's v, dividing it by Adam's bias correction.
+
+        Args:
+            optimizer: The optimizer, whose compression stage begins.
+            mean: float32 [tensors], the mean of each tensor's v > 0, uncorrected; 0 where it has none.
+        """
         v, layout = optimizer.exp_avg_sq, optimizer.layout
         optimizer.reducer.follow(v)
         root = optimizer.coefficient_table()[:, Coef.RSQRT_BIAS2].double().square()
@@ -211,14 +224,17 @@ class LivingVariance:
         self._count(optimizer)
 
     def share(self, optimizer: Owner) -> None:
-        """Tell the other ranks of the squares of the gradients of the step just made, and hear of theirs."""
+        """Exchange squares and projections of this step's gradients with all ranks; ``settle`` uses them."""
         reducer = optimizer.reducer
         reducer.share_squares()
         self._absent = None if reducer.absent is None else reducer.absent.view(torch.uint8)
         self._flags, self._told = reducer.flags, True
 
     def settle(self, optimizer: Owner) -> None:
-        """Renew v of what was shared in the last step, if anything was. Changes no later step."""
+        """Renew v from what ranks have shared since the last renewal, if anything.
+
+        Called early, as before a checkpoint is saved, it changes no later step: the next one would begin with it.
+        """
         if not self._told:
             return
         self._told, self._renewed = False, True

@@ -38,10 +38,13 @@ from .onebit_options import OneBitOptions, Variance
 from .two_stage import OneBitOptimizer
 
 QUIET = 0.03
-"""A layer's root mean square of m over that of its gradients, below which it is quiet. Noise has 0.23 (beta1 = 0.9)."""
+"""Ratio of the root mean squares of a layer's m and of its gradients below which it counts as quiet.
+
+Gradients that are pure noise give 0.23 (beta1 = 0.9)."""
 
 SETTLED = 0.8
-"""Share of the coefficients that c_avg, which starts at 0, should have reached at the freeze."""
+"""Share of the coefficients that c_avg, which starts at 0, should have reached at the freeze; below it there is a
+warning."""
 
 
 RATIOS = ("r_min", "r_max", "r_threshold")
@@ -64,7 +67,7 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
 
     @classmethod
     def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:
-        """See ``OneBitOptions``; where v lives on, updates are preconditioned, corrected and floored as Adam's."""
+        """Settle the arguments; with a shared v, updates are preconditioned, corrected and floored as Adam's."""
         made, said = super().of(optimizer, arguments), arguments.get("numerics", NUMERICS)
         if not made.lives:
             return made
@@ -77,7 +80,7 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
 
     @property
     def ratios(self) -> bool:
-        """Tell whether c follows by the ratio r of a frozen and a fresh variance."""
+        """Tell whether c follows the ratio r of the frozen variance to a fresh one."""
         return self.adaptive and not self.lives
 
     @property
@@ -265,7 +268,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         self._drop_norms()
 
     def _begin_following(self) -> None:
-        """Take up the last coefficients, or what they are where nothing has moved yet and all of m/denom may be 1."""
+        """Make the warm-up's last coefficients c the first of the compression stage, with a shared variance.
+
+        A layer's mean |u|^2 begins as (|x|/c)^2, or is measured where c was clipped. A layer that has not moved yet
+        gets the c of an update all of whose elements are 1.
+        """
         shards, c = self.shards, self._layers[Layer.COEFFICIENT].double()
         self._x_squares.copy_(param_squares(self.parameters.dense, *self._places, self.live.bits, self.live.row))
         x = shards.sum(self._segments(self._x_squares.double(), "sum")).sqrt()
@@ -336,7 +343,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             self._guard.refer((self._layers[Layer.COEFFICIENT].double().square() * usual).sum())
 
     def _warn_of_averages(self) -> None:
-        """Warn where c_avg is not what the layers moved with until now."""
+        """Warn where c_avg differs much from the coefficients that the layers have moved with so far."""
         live = (self._segments(self.live.numel.double(), "sum") > 0) & (self.own_steps > 0)
         still = [
             self.parameters.called[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()
@@ -417,7 +424,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             kept.restore(self._absent)
 
     def _follow(self, coef: Tensor) -> None:
-        """Move by what was synchronised, and make the next coefficients."""
+        """Apply the synchronised bits, and make the next coefficients, with a shared variance."""
         scale, numel = self.reducer.scale, self.live.numel
         squares, start = self._x_squares, self._layer_start
         if self.shards.count > 1:

@@ -126,7 +126,7 @@ class ZeroOneAdam(ZeroOneState):
         return (self._plan[0] if self._plan else next_round(*self._policies, self._done)).renews
 
     def _enter_phase(self) -> None:
-        """Take up the next round where one begins; the same on all ranks."""
+        """Begin the next planned round if the last one has ended, and enter this step's phase; alike on all ranks."""
         self._take_back_skipped()
         if self._local == 0:
             if not self._plan:
@@ -242,7 +242,10 @@ class ZeroOneAdam(ZeroOneState):
     def _synchronise_own(
         self, own: OwnVariance, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor
     ) -> None:
-        """Do that where workers have variances of their own: what is compressed is how far they want to move."""
+        """Take a round's last step where each worker has its own variance: compress how far it has moved in the round.
+
+        All then move by the average of that, from the parameters that they had in common when the round began.
+        """
         # One that can't take the step has no gradient: nothing of it may count as one that is 0.
         hold = torch.ones_like(self._no_flags) if told.abort else agreed.hold
         kept = self._keep_own(told.missing)
@@ -267,7 +270,7 @@ class ZeroOneAdam(ZeroOneState):
         self._end_round(self._round)
 
     def _keep_own(self, missing: Sequence[int]) -> list[Kept]:
-        """Keep what this step is about to change of tensors of which maybe no rank has a gradient."""
+        """Save the state of tensors without a gradient here, to put it back if no other rank has one either."""
         if not missing:
             return []
         worker = self.reducer.worker
@@ -276,7 +279,7 @@ class ZeroOneAdam(ZeroOneState):
         return [Kept(rows, self._block_tensor, [worker.compensated, self.exp_avg, self.exp_avg_sq])]
 
     def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
-        """Compare workers' own squares with those of the mean gradient, by this step's."""
+        """Update rho, the ratio of the mean gradient's squares to the workers' own, from this step's gradients."""
         told = own.tell(self, grads, factor, self.exp_avg_sq)
         own.follow(self, told, self.reducer.flags, self._absent)
         self.reducer.heard(told)
@@ -285,7 +288,7 @@ class ZeroOneAdam(ZeroOneState):
         return coef if self._phase == "local" or self.own is not None else self._of_each_step(coef)
 
     def _of_each_step(self, coef: Tensor) -> Tensor:
-        """Return coefficients of momentum in bits of several steps' sum, of which beta1 takes the share of one."""
+        """Return coefficients for momentum whose bits stand for a sum over several steps: beta1 over their number."""
         if self._as_floats or self._summed_alike == 1:
             return coef
         share = coef.clone()

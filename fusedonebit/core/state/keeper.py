@@ -1,4 +1,4 @@
-"""An optimizer between two steps: parameters, groups and ranks that agree on them, and the state that it declares."""
+"""The base class of optimizers, which has all but the step: parameters, groups, ranks, and the state they declare."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
 
 class Keeper(torch.optim.Optimizer):
-    """An optimizer that declares what it keeps; see ``StateSpec``. ``DistributedOptimizer`` adds the step."""
+    """Base class of all optimizers: construction, parameter groups, declared state, checkpoints, agreement of ranks.
+
+    A subclass declares the tensors (``kept``, see ``StateSpec``) and plain values (``header_fields``) that it carries
+    from step to step; allocation, saving and loading follow from that. ``DistributedOptimizer`` adds the step.
+    """
 
     settings: ClassVar[type[Options]] = Options
     """What the option objects are settled into; its other fields are further ``settings`` of the constructor."""
