@@ -67,7 +67,7 @@ def packed(chosen: Tensor) -> Tensor:
 
 
 def absent_on_all(arrived: Tensor, tensors: int, flags: Tensor) -> Tensor:
-    """Return of which tensors all messages say that there is no gradient: bool [tensors], from uint8 [messages, bytes].
+    """Return which tensors have no gradient in any message: bool [tensors], from uint8 [messages, bytes].
 
     Where ``flags`` int32 [1] say that messages can't be read no bit counts.
     """

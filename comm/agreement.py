@@ -84,7 +84,7 @@ def _bytes(payload: bytes, device: torch.device) -> Tensor:
 
 
 def _gather_rows(transport: Transport, payload: bytes, width: int, device: torch.device) -> Tensor:
-    """Every rank's payload, padded: uint8 [W, width]."""
+    """Gather every rank's payload, padded: uint8 [W, width]."""
     row = _bytes(payload.ljust(width, b"\0"), device).view(1, -1)
     rows = torch.empty(transport.world_size, width, dtype=torch.uint8, device=device)
     transport.all_gather(rows, row)
@@ -100,7 +100,7 @@ def _gather_objects(transport: Transport, own: dict[str, Any], device: torch.dev
 
 
 def _difference(wanted: Sequence[Sequence[str]], facts: Sequence[Fact]) -> list[Any] | None:
-    """Index of the first fact that is not rank 0's, rank 0's, and this rank's; None in place of what is not there."""
+    """Return the index of the first fact that differs from rank 0's, rank 0's, and this rank's; None: no such fact."""
     for index, (theirs, own) in enumerate(itertools.zip_longest(wanted, facts)):
         if theirs is None or own is None or tuple(own) != tuple(theirs):
             return [index, theirs, own]

@@ -228,23 +228,23 @@ class CompressedAllReduce(Receiver):
 
     @property
     def means(self) -> Rows:
-        """See ``OnePart``."""
+        """Return the workers' means of squares, as messages have them."""
         assert self.squares is not None
         return self.squares.means
 
     def keep_squares(self, squares: Tensor) -> None:
-        """See ``OnePart``."""
+        """Keep ``squares``, float32 [P], in ``worker_sq``."""
         assert self.worker_sq is not None
         keep_nearest(squares, self.worker_sq, self._of_squares, signed=False)
 
     def share_part(self) -> None:
-        """See ``OnePart``."""
+        """Exchange squares with all ranks, which makes ``means``."""
         assert self.squares is not None
         self.squares.exchange(self.transport)
         self.heard(self.means.buffer)
 
     def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
-        """See ``OnePart``."""
+        """Renew this part, as ``OnePart`` says."""
         blocks = slice(0, self.layout.n_blocks)
         v, means = v[self.part.elements], (self.means.logs, self.means.tops)
         if unit.divides:

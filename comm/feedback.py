@@ -26,7 +26,7 @@ from .transport import Transport
 
 
 class Unit(NamedTuple):
-    """What coordinates are divided by, before and after a renewal of their variance."""
+    """Denominators of coordinates before and after a renewal of their variance."""
 
     coef: Tensor
     """float32 [tensors, columns of ``Coef``]."""
@@ -77,7 +77,7 @@ class OnePart(Protocol):
         """Keep ``squares``, float32 [P], in ``worker_sq``."""
 
     def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
-        """Do what ``FeedbackReducer.renew`` does of this part; v of the whole index space is written if asked."""
+        """Renew this part, as ``FeedbackReducer.renew``; v of the whole index space is written if ``writes``."""
 
 
 class FeedbackReducer(Reducer):

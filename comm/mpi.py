@@ -114,7 +114,7 @@ class MPITransport(CountingTransport):
                 self.comm.Allreduce(self.mpi.IN_PLACE, [host, kind])
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``; by an all-reduce of a copy, in float32, and counted so."""
+        """Add up and scatter, as ``Transport`` says, by an all-reduce of a copy, in float32, and counted so."""
         self._check("reduce_scatter", received, sent)
         total = sent.clone() if sent.dtype in TYPES else sent.float()
         self.all_reduce(total)

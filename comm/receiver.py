@@ -48,7 +48,7 @@ class Receiver(FeedbackReducer):
 
     @property
     def sides(self) -> Sequence[Scaled]:
-        """See above."""
+        """Return the worker, and the server where there is one; what the last compresses is the result."""
         raise NotImplementedError
 
     def receive(self, told: Told) -> None:

@@ -44,5 +44,5 @@ class SignVote(CompressedAllReduce):
         return self.server.norms()[1] * self.transport.world_size**0.5 / update if update > 0 else 0.0
 
     def norms(self) -> tuple[float, float, float]:
-        """See ``FeedbackReducer``; workers keep nothing."""
+        """Return the norms of ``FeedbackReducer.norms``; workers keep nothing."""
         return 0.0, 0.0, self.server.norms()[1] if len(self.server_residual) else 0.0

@@ -22,7 +22,7 @@ from .transport import Transport
 
 
 class Looks(NamedTuple):
-    """What is done with gradients besides compressing them: what renewals of a variance need."""
+    """Uses of gradients besides their compression, for renewals of a variance."""
 
     updates: Tensor | None = None
     """How many are done, int64 [], of which random signs and rounding are a function; None: nobody follows squares."""

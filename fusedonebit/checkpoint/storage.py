@@ -64,12 +64,12 @@ class CheckedWriter(torch_dcp.FileSystemWriter):
 
     @_as_checkpoint_error()
     def prepare_local_plan(self, plan: Any) -> Any:
-        """See ``StorageWriter``."""
+        """Prepare what this rank writes; raise CheckpointError if that fails."""
         return super().prepare_local_plan(plan)
 
     @_as_checkpoint_error()
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
-        """See ``StorageWriter``."""
+        """Write this rank's tensors, with a checksum for each; wait for the end."""
         written = super().write_data(plan, planner)
         written.wait()
         entries = [result.storage_data for result in written.value()]
@@ -79,7 +79,7 @@ class CheckedWriter(torch_dcp.FileSystemWriter):
 
     @_as_checkpoint_error()
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        """See ``StorageWriter``."""
+        """Write the metadata, and their own checksum behind them."""
         files = self.fs
         self.fs = _Sealing(files)  # type: ignore[assignment]  # it is one in all but its class
         try:
@@ -111,13 +111,13 @@ class CheckedReader(torch_dcp.FileSystemReader):
         self.metadata_crc32 = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See ``StorageReader``."""
+        """Prepare to read another checkpoint."""
         super().reset(checkpoint_id)
         self._metadata = None
 
     @_as_checkpoint_error()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See ``StorageReader``; read once, so that what was agreed on is what is loaded."""
+        """Read the metadata, once, so that what was agreed on is what is loaded."""
         if self._metadata is not None:
             return self._metadata
         path = self.fs.concat_path(self.path, ".metadata")
@@ -149,7 +149,7 @@ class CheckedReader(torch_dcp.FileSystemReader):
 
     @_as_checkpoint_error()
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """See ``StorageReader``."""
+        """Read tensors, after checking their checksums; raise CheckpointError for a damaged one."""
         wanted = {item.storage_index: None for item in plan.items}  # each once, in order
         entries = {index: self.storage_data[index] for index in wanted}
         for (index, entry), crc32 in zip(entries.items(), _checksums(self, entries.values()), strict=True):
@@ -166,7 +166,7 @@ class PlainValues(torch_dcp.DefaultLoadPlanner):
     """Torch's planner, but objects are read as ``torch.load(weights_only=True)`` does."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """See ``LoadPlanner``."""
+        """Read an object as plain values; raise CheckpointError if that could run code."""
         try:
             plain = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:

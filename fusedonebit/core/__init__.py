@@ -1,1 +1,1 @@
-"""What every optimizer shares: parameters, options, agreement between ranks, the frame of a step."""
+"""The frame that all optimizers share: parameters, options, agreement between ranks, the course of a step."""

@@ -159,7 +159,7 @@ class FeedbackOptimizer(CompressingOptimizer):
         return None
 
     def owed(self) -> float:
-        """See ``DistributedOptimizer``: residuals, root mean square over the ranks."""
+        """Return the norm of residuals, root mean square over the ranks, over that of the last update."""
         if not self.compressed:
             return 0.0
         return self.reducer.residual_ratio() or (math.inf if any(self.reducer.norms()[1:]) else 0.0)

@@ -85,7 +85,7 @@ def introduce(optimizer: Keeper, chosen: Sequence[str], process_group: Ranks) ->
 
 
 class FirstSteps:
-    """What the first steps are like; ``told`` has been said already."""
+    """Checks of the first steps for mistakes such as clipped gradients, and what they have already warned of."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []  # norm and sum of the gradients of each step
@@ -118,7 +118,7 @@ class FirstSteps:
         return found
 
     def say(self, optimizer: Keeper, found: Sequence[str]) -> None:
-        """Warn of what was found, each thing once."""
+        """Log a warning for each text that was not said before."""
         for text in found:
             if text not in self._told and speaks(optimizer):
                 warn(text)

@@ -95,7 +95,7 @@ class Handshake:
         return (found << place).sum(1, dtype=torch.int32), differ
 
     def absent(self, tail: Tensor) -> Tensor | None:
-        """Return of which tensors no rank has a gradient, bool [tensors]; None where this rank has all of them."""
+        """Return whether no rank has a gradient, by tensor, bool [tensors]; None if this rank has all."""
         return tail[TAIL:] == 0 if self._missing else None
 
 

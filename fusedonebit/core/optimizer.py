@@ -44,7 +44,7 @@ NOTHING_TRAINS = (
 
 
 class Before(NamedTuple):
-    """What an optimizer has counted before a step, to which it goes back if the step is not taken."""
+    """Counts as they were before a step, restored if the step is not taken."""
 
     step_count: dict[str, Any]
     attempts: int
@@ -85,7 +85,7 @@ class DistributedOptimizer(Keeper):
         introduce(self, self._chosen(), settings.get("process_group"))
 
     def set_up(self, block_size: int | None = None) -> None:
-        """See ``Keeper``."""
+        """Make all that follows from parameters, options and ranks; begin the checks of first steps anew."""
         self.first_steps = FirstSteps()
         self.ddp_attached = False
         self.averaged_elsewhere: bool | None = None  # until the first step
@@ -93,7 +93,7 @@ class DistributedOptimizer(Keeper):
         self.number = step_op.number_of(self)
 
     def build(self) -> None:
-        """See ``Keeper``; also make what a step needs."""
+        """Allocate all state, and what a step needs besides."""
         super().build()
         self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
         self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
@@ -602,11 +602,11 @@ class DistributedOptimizer(Keeper):
     # ---------------------------------------------------------------- checkpoints
 
     def plain_state(self) -> dict[str, Any]:
-        """See ``Keeper``; of a step that has begun, but was not taken, also that its stage is not entered again."""
+        """Return the plain values of a checkpoint; they say if a step has begun, whose stage is not entered again."""
         return super().plain_state() | ({"begun": True} if self._begun else {})
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        """See ``Keeper``."""
+        """Take up a checkpoint's plain values."""
         super().resume(header)
         self._begun = self.wrote(header) and header.get("begun", False)
 

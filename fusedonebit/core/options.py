@@ -143,7 +143,7 @@ _NO_ROUND = (None, False, 1)
 
 
 class Made(NamedTuple):
-    """What a table is made of, besides the groups' hyper-parameters."""
+    """Inputs of a coefficient table, besides the groups' hyper-parameters."""
 
     steps: Tensor
     """Updates of each tensor done: float64 [tensors]."""

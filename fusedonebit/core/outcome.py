@@ -1,4 +1,4 @@
-"""How steps ended: counts, warns and raises, alike on every rank."""
+"""The outcomes of steps: counts them, warns and raises, alike on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What averages momenta; and compressing and sending in the backward pass, each bucket as soon as it is complete."""
+"""The choice of the reducer; and the one that sends each bucket in the backward pass, as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
 
     @property
     def together(self) -> bool:
-        """See ``BucketedAllReduce``; a rank that has started none can't know what others have."""
+        """Tell that each bucket travels by itself: a rank that has started none can't know what others have."""
         return False
 
     def synchronise(self, compress: Compress, told: Told) -> None:
-        """See ``Reducer``; waits for what the backward pass has sent. ``error`` says what went wrong there."""
+        """Wait for what the backward pass has sent, and average the rest; ``error`` is what went wrong there."""
         self._check_gradients()
         error = self._found
         self._catch_up()

@@ -155,7 +155,7 @@ class ParameterList:
         return nothing if grad is None else local(grad)
 
     def missing(self, given: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return of which parameters there is no gradient among what ``gradients`` has returned."""
+        """Return the indices of parameters without a gradient in ``given``, which ``gradients`` has returned."""
         if all(given.facts.numels if isinstance(given, Listed) else map(Tensor.numel, given)):
             return ()
         empty = (i for i, g in enumerate(given) if not g.numel())
@@ -200,7 +200,7 @@ class ParameterList:
         return listed
 
     def _each_usable(self, given: Sequence[Tensor], nothing: Tensor) -> Listed:
-        """Do what ``usable`` does, one gradient after the other; take what they are like if none was changed."""
+        """Check gradients one after the other, as ``usable`` says; remember what they are like if none was changed."""
         grads = [self._usable(i, g, nothing) for i, g in enumerate(given)]
         listed = Listed.of(grads)
         if all(map(operator.is_, grads, given)):
@@ -209,7 +209,7 @@ class ParameterList:
         return listed
 
     def usable_of(self, members: slice, nothing: Tensor) -> Listed:
-        """Do what ``usable`` does, with the gradients that some parameters have now."""
+        """Check the gradients that some parameters have now, as ``usable`` says."""
         self._check_unchanged()
         which = range(len(self))[members]
         return Listed.of([self._usable(i, self.gradient(i, nothing), nothing) for i in which])

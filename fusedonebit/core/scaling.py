@@ -17,7 +17,7 @@ SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 class LossScale(NamedTuple):
-    """What a ``GradScaler`` has handed over for one step; None where it has not."""
+    """The two tensors that a ``GradScaler`` hands over for one step; None where it has not."""
 
     scale: Tensor | None
     """What the loss, so the gradients, were multiplied with: float32 []."""
@@ -62,7 +62,7 @@ def gradient_norm(
 
 
 class Squares(NamedTuple):
-    """Where ``gradient_squares`` adds up."""
+    """Scratch memory in which ``gradient_squares`` adds up."""
 
     by_block: Tensor
     sums: Tensor
@@ -83,7 +83,7 @@ class Squares(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks do with their gradients in one step; None where nobody asked for it."""
+    """An agreement of all ranks on one step's clipping and loss scale; None where nobody asked for it."""
 
     coef: Tensor
     """Coefficients with gradients multiplied by ``factor``, and the limit of gradients that are still scaled."""

@@ -221,7 +221,7 @@ class Wire:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What is done about updates that would spoil a run.
+    """Responses to updates that would spoil a run.
 
     Args:
         nonfinite: What follows a gradient that is NaN, infinite, or larger than 1.8e19 (float32 can't hold its square)
@@ -263,7 +263,7 @@ class Faults:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """When the variance is frozen, or where a frozen one comes from, for ``freeze_step=Freeze(...)``.
+    """The time of the freeze of the variance, or the source of a frozen one, for ``freeze_step=Freeze(...)``.
 
     Args:
         step: Number of uncompressed updates before the freeze. 0 needs a ``warm_start``, or a checkpoint loaded before

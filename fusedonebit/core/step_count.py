@@ -1,4 +1,4 @@
-"""How many steps this rank's user has taken, so that messages can tell other ranks.
+"""The number of steps that this rank's user has taken, which messages carry to other ranks.
 
 A count of ``step()`` calls would be equal by construction wherever each call sends a message: a rank that has left
 one out pairs its next call with the others'. Sets of gradients are counted instead. A set counts once: in the step

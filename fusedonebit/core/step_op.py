@@ -19,7 +19,7 @@ from torch import Tensor
 
 class _TakesSteps(Protocol):
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
-        """See ``DistributedOptimizer``."""
+        """Take a step on ``given`` gradients, as ``DistributedOptimizer.take_step``."""
 
 
 _numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""What happens on the device, told to the host without waiting for it."""
+"""Transfers between host and device on which neither waits."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class OneBitAdam(AdamUpdate, OneBitOptimizer):
         return from_config(params, config, process_group, kind=cls, **options)
 
     def octaves_of(self, spec: StateSpec) -> Tensor | None:
-        """See ``AdamUpdate``; a rank may have residuals of a part alone."""
+        """Return the block exponents of something kept in codes, of residuals those of this rank's part; else None."""
         reducer = self.reducer
         if spec.name == "server_error":
             return None if reducer.server_octaves is None else reducer.server_octaves.view(-1)

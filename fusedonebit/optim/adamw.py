@@ -27,7 +27,7 @@ class AdamWOptions(Options):
     told: ClassVar[tuple[str, ...]] = (*Options.told, "state")
 
     def check(self) -> None:
-        """See ``Options``; also refuse what needs all gradients at once, where each is freed when it was used."""
+        """Raise ValueError for the first bad setting, also for what needs gradients that are released early."""
         super().check()
         if not self.release_gradients:
             return
@@ -99,7 +99,7 @@ class AdamW(AdamUpdate):
         super().__init__(params, defaults, **shared, max_grad_norm=max_grad_norm)
 
     def build(self) -> None:
-        """See ``Keeper``."""
+        """Allocate all state; release gradients from now on, if asked."""
         super().build()
         if self._release is not None:
             self._release.close()
@@ -122,12 +122,12 @@ class AdamW(AdamUpdate):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See ``DistributedOptimizer``; RuntimeError where gradients that are to be dropped have been used."""
+        """Drop the gradients, or make them zero; raise RuntimeError if released ones have already been used."""
         self._check_idle("zero_grad()")
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``DistributedOptimizer``; not between the backward pass and ``step`` where gradients are released."""
+        """Add a group; where gradients are released, not between the backward pass and ``step``."""
         self._check_idle("add_param_group()")
         super().add_param_group(param_group)
 
@@ -136,7 +136,7 @@ class AdamW(AdamUpdate):
             self._release.check_idle(what)
 
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
-        """See ``DistributedOptimizer``; where gradients are released it ends the step."""
+        """Take a step; where gradients are released, end the one that the backward pass has begun."""
         if self._release is not None and any(value is not None for value in LossScale.of(self)):
             raise RuntimeError(
                 "a GradScaler can't be used with Wire(release_gradients=True): gradients were used, and parameters "
@@ -187,7 +187,7 @@ class AdamW(AdamUpdate):
         adam_update(self.parameters.dense[members], grads, *places, m, v, coef[members], *where, *how)
 
     def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """See ``AveragingOptimizer``. Where gradients are released, update what is left of them."""
+        """Update parameters of a rank alone; where gradients are released, those that are left."""
         release = self._release
         if release is None:
             return super()._update_alone(grads, coef, abort)

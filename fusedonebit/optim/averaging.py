@@ -75,7 +75,7 @@ class AveragingOptimizer(DistributedOptimizer):
         return (self._update_alone if self._is_alone else self._average)(grads, coef, abort)
 
     def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Do what ``_exchange`` says where there is nobody else: the update is the only launch that reads gradients.
+        """Update on a rank alone, as ``_exchange`` says: the update is the only launch that reads gradients.
 
         But for their norm, if they are clipped. Coefficients take up what they are multiplied with.
         """
@@ -98,18 +98,18 @@ class AveragingOptimizer(DistributedOptimizer):
             self._absent = absent_on_all(bits[None], len(self.layout.sizes), self._no_flags)
 
     def _known(self, flags: Tensor) -> Tensor | int:
-        """See ``DistributedOptimizer``. What was found in an update that was made comes with it."""
+        """Return the step's flags, with those that the update of a rank alone has found in gradients."""
         if not self._is_alone or not self._is_found:
             return flags
         return self._found if flags is self._no_flags else flags | self._found
 
     @property
     def _can_capture(self) -> bool:
-        """See ``DistributedOptimizer``; what is averaged is divided, and compared, by the host's numbers."""
+        """Tell whether the coming step can be captured: averages are not, as the host divides and compares them."""
         return super()._can_capture or (self._is_alone and self._phase == "uncompressed")
 
     def _average(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Do what ``_exchange`` says by one all-reduce, or none where DDP has averaged."""
+        """Average, as ``_exchange`` says, by one all-reduce, or none where DDP has averaged; then update."""
         layout, loss_scale = self.layout, LossScale.of(self)
         if self._grad is None:
             self._grad = self._make_grad()
@@ -162,7 +162,7 @@ class AveragingOptimizer(DistributedOptimizer):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See ``DistributedOptimizer``. Averages that DDP has made all ranks throw away, or none.
+        """Drop the gradients, or make them zero; averages that DDP has made are dropped on all ranks, or on none.
 
         Raises:
             OutOfStepError: if others take the step; no gradient was dropped.

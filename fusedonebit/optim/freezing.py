@@ -60,7 +60,7 @@ class AutoFreeze:
         self._mirror = HostMirror(device, depth=DECISION_DELAY)
 
     def observe(self, total: Tensor, step: Tensor) -> None:
-        """Looks at v after an update.
+        """Look at v after an update.
 
         Args:
             total: float64 [], the sum of v.
@@ -81,7 +81,7 @@ class AutoFreeze:
         return any(self._mirror.push(self._fired.reshape(1).int()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values to resume from; waits for the device."""
+        """Return plain values to resume from; waits for the device."""
         pending = [[value] for value in self._mirror.flush_pending()]
         return {
             "norms": self._norms.tolist(),
@@ -91,7 +91,7 @@ class AutoFreeze:
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if ``state`` is of another beta2."""
+        """Raise ValueError if ``state`` is of another beta2."""
         if len(state["norms"]) != self.distance:
             raise ValueError(
                 f"the checkpoint's freeze rule looks {len(state['norms'])} steps back, this one {self.distance}; "
@@ -99,7 +99,7 @@ class AutoFreeze:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes; the distance must be the same."""
+        """Resume from ``state_dict``'s values; the distance must be the same."""
         self._norms.copy_(torch.tensor(state["norms"], dtype=torch.float64))
         self._seen.fill_(state["seen"])
         self._fired.fill_(state["fired"])
@@ -170,7 +170,7 @@ def quantile_floor(
 
 
 def denominator(v: Tensor, k: Tensor, eps_inside_sqrt: bool) -> Tensor:
-    """denom of one tensor's v, from its row ``k`` of coefficients: float32 of the shape of ``v``."""
+    """Return denom of one tensor's v, from its row ``k`` of coefficients: float32 of the shape of ``v``."""
     denom: Tensor = rules.denominator(v.float()[None], k[None], eps_inside_sqrt)
     return denom.view(v.shape)
 

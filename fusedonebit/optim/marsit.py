@@ -23,7 +23,7 @@ from .marsit_state import LocalOptions, MarsitState
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """How Marsit's workers agree, besides the topology.
+    """Length and precision of Marsit's rounds.
 
     Args:
         full_precision_every: K: rounds 0, K, 2K ... are averaged in float32; 0: none is.

@@ -206,7 +206,7 @@ class MarsitState(RoundOptimizer):
         return self.parameters.shaped(self.reducer.compensated, i, self.layout.offset(i)).clone()
 
     def owed(self) -> float:
-        """See ``DistributedOptimizer``: this rank's compensation."""
+        """Return the norm of this rank's compensation over that of the last update."""
         self.reducer.settle()
         norm, update = float(self.reducer.compensated.norm()), float(self.reducer.result().norm())
         return norm / update if update > 0 else math.inf if norm > 0 else 0.0

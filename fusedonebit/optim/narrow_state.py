@@ -20,7 +20,7 @@ class NarrowState(AveragingOptimizer):
     """Skeleton of an optimizer whose moments take ``Numerics(state=...)``."""
 
     def build(self) -> None:
-        """See ``Keeper``."""
+        """Allocate all state; block exponents are made when they are first needed."""
         self._octaves: Tensor | None = None
         super().build()
 
@@ -46,7 +46,7 @@ class NarrowState(AveragingOptimizer):
         return None if self.octaves is None or spec.name not in OCTAVES else self.octaves[OCTAVES[spec.name]]
 
     def part_of(self, spec: StateSpec, i: int) -> Tensor:
-        """See ``Keeper``; a copy of what is kept in codes."""
+        """Return a parameter's part of something kept, in memory as it is; of codes a float32 copy."""
         octaves = self.octaves_of(spec)
         if octaves is None:
             return super().part_of(spec, i)
@@ -55,7 +55,7 @@ class NarrowState(AveragingOptimizer):
         return self.parameters.shaped(x, i, 0).clone() if spec.per == "element" else x
 
     def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
-        """See ``Keeper``; codes stand for what is nearest."""
+        """Keep ``part``, which ``part_of`` has returned; codes are rounded to nearest."""
         octaves = self.octaves_of(spec)
         if octaves is None:
             return

@@ -1,4 +1,4 @@
-"""What optimizers with a compression stage make of their options: how long they warm up, what becomes of v, buckets."""
+"""Options of optimizers with a compression stage: length of the warm-up, kind of variance, buckets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def warmup_steps(beta2: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitOptions(Options):
-    """Those of an optimizer with a compression stage."""
+    """Settings of an optimizer with a compression stage, settled."""
 
     precondition: bool = True
     bias_correction: bool = True
@@ -50,14 +50,14 @@ class OneBitOptions(Options):
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
-        """See ``Options``; where v lives on the default scale is another."""
+        """Settle the arguments, with ``"relaxed"`` as the default scale of a shared variance."""
         made = super().of(optimizer, arguments)
         usual = arguments.get("numerics", NUMERICS).scale_norm is None
         return replace(made, scale_norm="relaxed") if usual and made.lives else made
 
     @property
     def bucket_count(self) -> int:
-        """See ``Options``."""
+        """Return the number of buckets into which the flat index space is cut."""
         return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
 
     @property

@@ -17,7 +17,7 @@ PLANNED = 64
 
 
 class Progress(NamedTuple):
-    """What was done before the round that begins.
+    """Counts of what was done before the round that begins.
 
     Attributes:
         steps: Calls of ``step()``, without those that were skipped.
@@ -44,7 +44,7 @@ class Progress(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What is done in a round: ``renews`` the variance, in one step, or synchronise after so many."""
+    """A round: it ``renews`` the variance, in one step, or synchronises after ``steps``."""
 
     renews: bool
     steps: int
@@ -90,7 +90,7 @@ class DoublingVariance:
             check_count("until", self.until, least=1)
 
     def renews(self, done: Progress) -> bool:
-        """See ``VariancePolicy``."""
+        """Return whether the coming round renews the variance."""
         if done.renewals == 0:
             return True
         distance = 2 ** ((done.renewals - 1) // self.scaler)
@@ -122,7 +122,7 @@ class DoublingRounds:
             raise ValueError(f"most must be a power of two, got {self.most!r}")
 
     def steps(self, done: Progress) -> int:
-        """See ``SyncPolicy``."""
+        """Return how many steps the coming round has."""
         if done.rounds < self.after:
             return 1
         doublings = 1 + (done.rounds - self.after) // self.scaler
@@ -134,7 +134,7 @@ class EveryStep:
     """Workers synchronise in every step."""
 
     def steps(self, done: Progress) -> int:
-        """See ``SyncPolicy``."""
+        """Return how many steps the coming round has."""
         return 1
 
 
@@ -152,7 +152,7 @@ class FixedRounds:
         check_count("length", self.length, least=1)
 
     def steps(self, done: Progress) -> int:
-        """See ``SyncPolicy``."""
+        """Return how many steps the coming round has."""
         return self.length
 
 
@@ -176,7 +176,7 @@ class AlignedRounds:
             raise TypeError(f"policy must have a method steps(done), as DoublingRounds(...) has, got {self.policy!r}")
 
     def steps(self, done: Progress) -> int:
-        """See ``SyncPolicy``."""
+        """Return how many steps the coming round has."""
         return min(self.policy.steps(done), self.every - (done.steps + done.skipped) % self.every)
 
 

@@ -45,7 +45,7 @@ class OneBitOptimizer(TwoStageState):
 
     @property
     def weighs(self) -> int:  # type: ignore[override]
-        """See ``CompressingOptimizer``; a living variance counts squares of gradients."""
+        """Return how many columns of coefficients weigh gradients; a shared variance weighs their squares, too."""
         return 1 if self.living is None else SQUARES
 
     @property
@@ -60,7 +60,7 @@ class OneBitOptimizer(TwoStageState):
         return lambda part: part.compress(grads, coef, v, inside, looks)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
-        """See ``CompressingOptimizer``. The guard refuses an update that is far too large."""
+        """Synchronise with the guard's limit, and share squares if a renewal is due."""
         if self.options.guard != "off":
             told = told._replace(limit=self._guard.limit_of(coef, self._block_tensor))
         still = super()._synchronise(compress, told, coef)

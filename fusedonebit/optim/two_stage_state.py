@@ -137,7 +137,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``DistributedOptimizer``; not after a warm start or a re-warm-up either."""
+        """Add a group before any freeze, and not after a warm start or a re-warm-up; every rank must call it."""
         # New parameters' variance would have to be corrected as well.
         if self._built and self._phase == "warmup" and self._is_corrected:
             raise RuntimeError(
@@ -183,7 +183,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
     # ---------------------------------------------------------------- what the guard is told
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
-        """Return of each block the sum of (x/denom)^2, float64 [B]; ``x`` None is 1."""
+        """Return the sum of (x/denom)^2 by block, float64 [B]; ``x`` None is 1."""
         return update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables)
 
     def _arm_guard(self, last: Tensor) -> None:

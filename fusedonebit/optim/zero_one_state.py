@@ -83,7 +83,7 @@ class ZeroOneOptions(RoundOptions):
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
-        """See ``Options``; where workers have variances of their own defaults are others.
+        """Settle the arguments; workers with variances of their own have other defaults.
 
         Raises:
             ValueError: for what only a shared variance has.
@@ -232,7 +232,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
 
     @property
     def weighs(self) -> int:  # type: ignore[override]
-        """See ``CompressingOptimizer``; of a worker's own variance gradients' squares count as well."""
+        """Return how many columns of coefficients weigh gradients; own variances weigh their squares, too."""
         return 1 if self.own is None else SQUARES
 
     @property
@@ -445,7 +445,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         return reduce.residual_ratio() if done.rounds > done.renewals else 0.0
 
     def owed(self) -> float:
-        """See ``DistributedOptimizer``: the workers' residuals, root mean square over the ranks."""
+        """Return the norm of the workers' residuals, root mean square over the ranks, over that of the last update."""
         return self._residual_over_momentum() or (math.inf if self.reducer.norms()[1] > 0 else 0.0)
 
     def described(self) -> list[str]:

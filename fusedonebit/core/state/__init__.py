@@ -1,1 +1,1 @@
-"""What optimizers keep: declarations, and saving and loading, which follow from them."""
+"""The state of optimizers: its declaration, from which saving and loading follow."""

@@ -148,7 +148,7 @@ def _distributed(keeper: Keeper, spec: StateSpec, i: int, part: Tensor) -> Tenso
 
 
 def _shape(keeper: Keeper, spec: StateSpec, i: int, header: Header) -> tuple[int, ...]:
-    """Return of which shape this rank's part is in a checkpoint with this header."""
+    """Return the shape of this rank's part in a checkpoint with this header."""
     if spec.per == "element":
         return tuple(keeper.parameters.params[i].shape)
     if spec.per == "tensor":

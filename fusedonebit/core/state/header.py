@@ -1,4 +1,4 @@
-"""What a checkpoint's header may say: a rule per key, declared by the classes that read it."""
+"""Rules for a checkpoint's header, one per key, declared by the classes that read it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _COLUMNS = Rule(
 
 
 class Field(NamedTuple):
-    """What an optimizer's header has under a key.
+    """One key of an optimizer's header.
 
     ``required``: whether a checkpoint of its own must have it. ``one_per``: of a list, what it has a value for
     ("updates": a tensor, whose updates it counts), or "index": its values are indices of tensors. ``at``: the attribute
@@ -144,5 +144,5 @@ def one_or_each(values: Tensor) -> float | list[float]:
 
 
 def each(told: float | Sequence[float], like: Tensor) -> Tensor:
-    """Make of what ``one_or_each`` has told a tensor of the shape, dtype and device of ``like``."""
+    """Expand what ``one_or_each`` has returned to a tensor of the shape, dtype and device of ``like``."""
     return torch.as_tensor(told, dtype=like.dtype, device=like.device).expand_as(like).clone()

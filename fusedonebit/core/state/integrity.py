@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was saved: checksums, and values that no run can have had.
+"""Checks that a checkpoint is what was saved: checksums, and values that no run can have had.
 
 CRC-32 (zlib's, about 3 GB/s on one core) of each tensor that this rank saves, and of the header's own text. The
 checksums are columns of the header, one entry per trainable parameter: ``{"exp_avg": [1871029461, ...], ...}``.
@@ -84,7 +84,7 @@ def of_names(states: Sequence[State], names: Collection[str]) -> list[State]:
 
 
 def between(states: Sequence[State]) -> list[list[Any]]:
-    """Return of each memory its first tensor's key and index, its bytes, those in no tensor, and their CRC-32."""
+    """Return, by memory, its first tensor's key and index, its bytes, those in no tensor, and their CRC-32."""
     found = []
     for key, i, memory, gaps in _memories(states):
         if gaps:

@@ -345,7 +345,7 @@ class Keeper(torch.optim.Optimizer):
         self.agree_on(self.parameters.values(), hint=hint, of_replicas=self.values_of_replicas())
 
     def agree_on_loaded(self) -> None:
-        """Do what ``_agree_on_values`` does, at the first step after a load: models may be loaded later.
+        """Compare parameters as ``_agree_on_values``, in the first step after a load: models may be loaded later.
 
         Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
         those of the round's beginning, on which all have agreed while they loaded.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps from step to step, declared: all that handles state follows the declarations."""
+"""Declarations of what an optimizer carries from step to step, which all that handles state follows."""
 
 from __future__ import annotations
 
