@@ -39,9 +39,10 @@ LEAST_REWARM_STEPS = 10
 class Numerics:
     """Numerics of an optimizer: how it compresses, what it divides by, and in which formats it keeps its state.
 
-    Ranks compare these options, and raise where they differ. An optimizer refuses, with ValueError, an option that it
-    does not have, unless it has its default; those of few optimizers name them. None stands for the optimizer's own
-    default. v is the variance, the moving average of squared gradients, and m/denom Adam's update,
+    All ranks must pass the same, else all raise ValueError. An option that only some optimizers have says which; the
+    others raise ValueError for any value but its default. None stands for the optimizer's own default.
+
+    m is the momentum, v the variance (the moving average of squared gradients), and m/denom Adam's update,
     m/(sqrt(v) + eps). v is *frozen* with a ``freeze_step`` or ``variance="frozen"``; else it is *shared*: renewed
     every few steps while updates travel as bits. docs/numerics.md measures what these options do.
 
@@ -156,7 +157,7 @@ class Numerics:
 class Wire:
     """Layout of the parameters, and how and when ranks communicate.
 
-    As with ``Numerics``, ranks compare these options, and an optimizer refuses those that it does not have.
+    As with ``Numerics``, all ranks must pass the same, and optimizers refuse options that they do not have.
 
     Args:
         hierarchy: Two levels of ranks, the first between nodes, the second inside one: a ``DeviceMesh`` of two
