@@ -37,6 +37,12 @@ def _kernels(cases: dict[str, Any]) -> Iterator[Sequence[Any]]:
         yield row["optimizer"], row["kernel"], f"{row['us']:.0f}", f"{row['B/param']:.2f}", f"{row['GB/s']:,.0f}", share
 
 
+def _defaults(cases: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    for row in cases["defaults-340M"]["tables"][0]["rows"]:
+        times = f"{row['ms']:.2f}", f"{row['AdamW ms']:.2f}", f"{row['x AdamW']:.2f}"
+        yield row["optimizer"], row["parameters"], *times, f"{row['B/param']:.1f}", f"{row['of a copy']:.2f}"
+
+
 def _alone(cases: dict[str, Any]) -> Iterator[Sequence[Any]]:
     for table in cases["adamw"]["tables"]:
         for row in table["rows"]:
@@ -56,6 +62,10 @@ def tables() -> str:
             f"{about['device']}, {versions}; a device copy reads and writes {copy['GB/s']:,.0f} GB/s.",
             "",
             *_lines(("parameters", "optimizer", "way", "ms", "AdamW's ms", "x AdamW", "host ms"), _steps(cases)),
+            *_lines(
+                ("340M, by default, W = 8", "parameters", "ms", "AdamW's ms", "x AdamW", "B/param", "of a copy"),
+                _defaults(cases),
+            ),
             *_lines(("340M, in", "kernel", "us", "B/param", "GB/s", "of a copy"), _kernels(cases)),
             *_lines(("340M", "alone", "ms", "x AdamW(fused)", "state B", "moved B"), _alone(cases)),
         ]
