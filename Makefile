@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DEMO_OUT ?= runs/demo
 WORKERS ?= 2
 
-.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-tritons test-ptx test-ecosystem docs dist lint format hooks bench peers gpu-check gpu-speed gpu-all clean
+.PHONY: help setup demo lab frontier netlab test test-long test-compiler test-mpi test-full test-oldest test-python test-tritons test-ptx test-ecosystem docs dist lint format hooks bench peers gpu-check gpu-speed gpu-defaults gpu-all clean
 
 help:
 	@echo "make demo       train a byte-level transformer with AdamW and 1-bit Adam on 2 processes"
@@ -32,8 +32,9 @@ help:
 	@echo "make peers      DeepSpeed's own optimizers for the benchmarks, into a folder that can be carried"
 	@echo "make gpu-check  does it work on this machine's CUDA GPU: every optimizer, graphs, NCCL, a compiled step, tests; with"
 	@echo "                \$$(PYTHON)'s own torch and triton; OUT=folder for the report; under 4.5 minutes, whatever happens"
-	@echo "make gpu-speed  and how fast: whole steps against fused AdamW, every kernel; also under 4.5 minutes"
-	@echo "make gpu-all    both, more sizes, the largest tensors; 20 minutes at most"
+	@echo "make gpu-speed  and how fast: whole steps against fused AdamW; also under 4.5 minutes"
+	@echo "make gpu-defaults  and by default: 50 steps in a row; also under 4.5 minutes"
+	@echo "make gpu-all    check and speed, every kernel, more sizes, the largest tensors; 20 minutes at most"
 	@echo "make clean      remove .venv and all that was built"
 
 # torch comes first and pinned: an unpinned one would pull gigabytes of CUDA on a CPU machine.
@@ -184,7 +185,7 @@ peers: $(READY)
 	$(BIN)/python -m pip install --quiet --target $(PEERS) einops hjson msgpack psutil py-cpuinfo pydantic tqdm
 
 # No venv, no network and nothing installed: $(PYTHON) has torch, triton and pytest.
-gpu-check gpu-speed gpu-all: gpu-%:
+gpu-check gpu-speed gpu-defaults gpu-all: gpu-%:
 	$(PYTHON) -m benchmarks.gpu $* --out $(or $(OUT),benchmarks/results/gpu) $(GPU_OPTIONS)
 
 clean:

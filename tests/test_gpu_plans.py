@@ -93,12 +93,24 @@ def test_a_deadline_is_twice_what_a_job_has_taken_on_an_h100():
     taken |= {each["case"]: each["seconds"] for each in json.loads((RESULTS / "speed.json").read_text())}
     # These were of twice the parameters' layouts, and of all 1,700 tests, when they were measured.
     changed = ("adamw", "tests-")
-    jobs = [job for plan in ("check", "speed") for stage in plans.PLANS[plan].chosen("cuda") for job in stage.jobs]
+    jobs = [
+        job
+        for plan in ("check", "speed", "defaults")
+        for stage in plans.PLANS[plan].chosen("cuda")
+        for job in stage.jobs
+    ]
     judged = {job.name: job.deadline for job in jobs if job.name in taken and not job.name.startswith(changed)}
-    assert {"machine", "smoke-OneBitAdam", "nccl-0", "compiled_step", "steps-340M", "steps-10M"} <= judged.keys()
+    assert {
+        "machine",
+        "smoke-OneBitAdam",
+        "nccl-0",
+        "compiled_step",
+        "steps-340M",
+        "steps-10M",
+        "defaults-340M",
+    } <= judged.keys()
     for name, deadline in judged.items():
-        # Of seven peers, which are six now.
-        took = taken[name] * (len(steps.PEERS) / 7 if name.startswith("steps-") else 1)
+        took = taken[name]
         print(f"{name:24} took {took:5.1f} s, deadline {deadline:g} s")
         assert deadline >= 2 * took
 
@@ -108,7 +120,7 @@ def test_the_page_has_what_an_h100_has_measured():
 
 
 @pytest.mark.long(full=True)
-@pytest.mark.parametrize("plan", ["check", "speed"])
+@pytest.mark.parametrize("plan", ["check", "speed", "defaults"])
 def test_a_plan_passes_dry(plan, tmp_path):
     assert gpu.main([plan, "--device", "cpu", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / f"gpu-{plan}.json").read_text())

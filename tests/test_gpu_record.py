@@ -188,7 +188,7 @@ def test_without_time_left_jobs_are_not_run_and_a_patient_stage_takes_what_other
 
 @pytest.mark.parametrize(("cores", "gpus"), [(1, 1), (2, 1), (4, 2), (8, 1), (16, 1), (64, 2)])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize(("plan", "most"), [("check", 270), ("speed", 270), ("all", 1200)])
+@pytest.mark.parametrize(("plan", "most"), [("check", 270), ("speed", 270), ("defaults", 270), ("all", 1200)])
 def test_all_deadlines_together_are_below_the_plans_limit(plan, most, device, cores, gpus, monkeypatch):
     monkeypatch.setattr(here, "cores", lambda: cores)
     monkeypatch.setattr(here, "gpus", lambda: gpus)
@@ -202,9 +202,9 @@ def test_all_deadlines_together_are_below_the_plans_limit(plan, most, device, co
 
 
 def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_refused(tmp_path, capsys):
-    chosen = plans.PLANS["speed"].chosen("cuda", ["steps-10M", "warm-defaults"])
+    chosen = plans.PLANS["speed"].chosen("cuda", ["steps-10M", "warm"])
     names = [job.name for stage in chosen for job in stage.jobs]
-    assert names == ["machine", *(f"warm-defaults-{i}" for i in range(len(defaults.USUAL))), "steps-10M"]
+    assert names == ["machine", *(f"warm-{i}" for i in range(len(steps.PEERS))), "steps-10M"]
     with pytest.raises(SystemExit):
         gpu.main(["speed", "--out", str(tmp_path), "--only", "stepss"])
     assert "there is no job 'stepss': there are machine, warm-0," in capsys.readouterr().err
@@ -213,8 +213,8 @@ def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_re
 def test_the_plans_name_every_optimizer_and_every_size_of_that_size():
     assert set(plans.SMOKE + plans.ALIKE) == set(smoke.OPTIMIZERS)
     assert {"warm": len(steps.PEERS), "warm-defaults": len(defaults.USUAL)} == plans.WARM
-    sizes = {**plans.SPEED, **plans.REST}.keys()
-    assert sizes == {f"steps-{name}" for name in steps.MODELS} | {"defaults-10M", "defaults-340M"}
+    assert {**plans.SPEED, **plans.REST}.keys() == {f"steps-{name}" for name in steps.MODELS}
+    assert plans.DEFAULTS.keys() == {"defaults-10M", "defaults-340M"}
     for name, shapes in steps.MODELS.items():
         wanted = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
         assert steps.numel_of(shapes) == pytest.approx(wanted, rel=0.05)

@@ -1,4 +1,4 @@
-"""``make gpu-check``, ``make gpu-speed`` and ``make gpu-all``: what can be said of one CUDA GPU in minutes.
+"""``make gpu-check``, ``gpu-speed``, ``gpu-defaults`` and ``gpu-all``: what can be said of one CUDA GPU in minutes.
 
 Each job is a process with a deadline; what hangs or crashes ends alone, and is reported. Of plan ``check``,
 ``gpu-check.json``, ``.md``, ``.xml`` (junit) and ``.log`` are replaced as each ends. ``--device cpu`` is a dry run of

@@ -1,4 +1,4 @@
-"""What ``make gpu-check``, ``make gpu-speed`` and ``make gpu-all`` run: jobs with deadlines, stage by stage.
+"""What ``make gpu-check``, ``gpu-speed``, ``gpu-defaults`` and ``gpu-all`` run: jobs with deadlines, stage by stage.
 
 A kernel's first launch compiles it, on one core, most of a second for each of its launch keys. So jobs that are first
 to launch some run side by side: those of a check, and before steps are timed those that only warm Triton's cache.
@@ -21,8 +21,8 @@ ALIKE = ("OneBitAdam-8bit", "OneBitAdam-frozen", "OneBitLamb-frozen", "MarsitSGD
 """Optimizers that share most of their kernels with one of ``SMOKE``."""
 WARM = {"warm": 6, "warm-defaults": 7}
 """Jobs that warm the cache: one for each of ``steps.PEERS``, and of ``defaults.USUAL``."""
-SPEED = {"steps-340M": 90, "steps-10M": 44, "defaults-340M": 80}
-REST = {"defaults-10M": 40, "steps-50M": 60, "steps-1.3B": 90}
+SPEED, REST = {"steps-340M": 118, "steps-10M": 52}, {"steps-50M": 60, "steps-1.3B": 120}
+DEFAULTS = {"defaults-340M": 150, "defaults-10M": 40}
 """Seconds of steps of each size."""
 BOTH = ("adamw",)
 """Cases that are results on a CPU, too."""
@@ -138,9 +138,9 @@ def _shares(device: str, deadline: float, *options: str) -> Stage:
     return Stage(jobs, patient=True)
 
 
-def _warm(device: str) -> Stage:
-    names = [f"{name}-{i}" for name, count in WARM.items() for i in range(count)]
-    jobs = [_case(name, device, 38, at_once=len(names)) for name in names]
+def _warm(device: str, name: str = "warm", deadline: float = 44) -> Stage:
+    count = WARM[name]
+    jobs = [_case(f"{name}-{i}", device, deadline, at_once=count) for i in range(count)]
     return Stage(jobs[:1] if device == "cpu" else jobs)  # nothing is compiled there
 
 
@@ -164,22 +164,27 @@ def _check(device: str) -> list[Stage]:
 
 
 def _speed(device: str) -> list[Stage]:
-    return [_machine(device), _warm(device), *_timed(device, SPEED)]
+    alone = Stage([_case("adamw", device, 35, "--numel", "340000000", "--rounds", "9")])
+    return [_machine(device), _warm(device), *_timed(device, SPEED), alone]
+
+
+def _defaults(device: str) -> list[Stage]:
+    return [_machine(device), _warm(device, "warm-defaults"), *_timed(device, DEFAULTS)]
 
 
 def _all(device: str) -> list[Stage]:
     times = _times(device)
     whole = [_machine(device, times.machine), _smoke(device, times), *_ranks(device, times.ranks), _shares(device, 300)]
     far = _tests("tests-far", device, 80, FAR, of=8 if device == "cpu" else 1)
-    alone = Stage([_case("adamw", device, 35, "--numel", "340000000", "--rounds", "9")])
     rest = [*_timed(device, REST), Stage([_case("roofline", device, 60, "--rounds", "5")])]
-    return [*whole, *_speed(device)[1:], alone, _kernels(device), *rest, Stage([far], patient=True)]
+    return [*whole, *_speed(device)[1:], _kernels(device), *rest, Stage([far], patient=True)]
 
 
 PLANS = {
     "check": Plan("machine, every optimizer, graphs, NCCL, a compiled step, and the tests", 268, _check),
-    "speed": Plan("whole steps against fused AdamW, with a frozen variance and as by default", 269, _speed),
-    "all": Plan("both, 8-bit AdamW, every kernel, steps of 50M and 1.3B parameters, the largest tensors", 1199, _all),
+    "speed": Plan("whole steps against fused AdamW, with a frozen variance, and 8-bit AdamW", 269, _speed),
+    "defaults": Plan("50 steps in a row of every optimizer's defaults against fused AdamW", 269, _defaults),
+    "all": Plan("check and speed, every kernel, steps of 50M and 1.3B, the largest tensors", 1199, _all),
 }
 
 
