@@ -27,6 +27,8 @@ nitpicky = True
 nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so that nothing is read from a network
     (r"py:.*", r"(torch|nn|dist|os|MPI|collections|contextlib|enum|pathlib|typing)\..*"),
     (r"py:.*", r"Tensor|DeviceMesh|RemovableHandle|TypeError, ValueError"),
+    # Kinds of tensors that ops take: of which dtype and shape, stands beside each.
+    (r"py:class", r"(Any)?Floats|Doubles|DoublePerBlock|PerBlock|Table|Bits|Headers|Counters|Indices|Flag|Sizes"),
     # Behind TYPE_CHECKING, or a type variable.
     (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),
     # What no user names.
