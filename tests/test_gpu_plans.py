@@ -13,7 +13,7 @@ from launch_keys import recording
 from benchmarks import optimizers
 from benchmarks.adamw import DTYPES, ours
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import here, page, plans, smoke, steps
+from benchmarks.gpu import defaults, here, page, plans, smoke, steps
 from benchmarks.kernels import KERNELS
 from benchmarks.pages import PERFORMANCE
 from benchmarks.workload import Workload
@@ -52,6 +52,20 @@ def keys_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return [*counted, len(every)]
 
 
+def keys_of_defaults() -> list[int]:
+    """Of each optimizer, and of all together."""
+    every, counted = set(), []
+    for usual in defaults.USUAL:
+        params = optimizers.of_shapes(SHAPES, CPU, usual.dtype)
+        with recording() as keys:
+            optimizer = usual.make(params, lr=1e-3, process_group=smoke.Alike(defaults.WORLD_SIZE))
+            for _ in range(8):
+                optimizer.step()
+        every |= keys
+        counted.append(len(keys))
+    return [*counted, len(every)]
+
+
 def keys_of_adamw() -> int:
     with recording() as keys:
         for dtype in DTYPES:
@@ -75,9 +89,11 @@ def test_what_a_job_compiles_takes_half_of_its_deadline_at_most(monkeypatch):
     *warm, every = keys_of_steps(monkeypatch)
     keys |= {f"warm-{i}": count for i, count in enumerate(warm)}
     # What warms the cache has the smallest size's layout; of another one no key may be the same.
-    keys |= {f"steps-{name}": 0 if name == steps.SMALLEST else every for name in plans.SPEED}
+    keys |= {name: 0 if name == f"steps-{steps.SMALLEST}" else every for name in plans.SPEED}
     keys |= {"adamw": keys_of_adamw(), "kernels": keys_of_kernels()}
-    for plan in ("check", "speed"):
+    *warm, every = keys_of_defaults()
+    keys |= {f"warm-defaults-{i}": count for i, count in enumerate(warm)} | {"defaults-340M": every}
+    for plan in ("check", "speed", "defaults", "all"):
         for stage in plans.PLANS[plan].chosen("cuda"):
             for job in stage.jobs:
                 if (count := keys.pop(job.name, 0)) or "tests" not in job.name:
