@@ -17,11 +17,10 @@ from ..audit_steps import STEPS, round_bytes, step_bytes
 from ..kernels import audited, copy_speed
 from ..optimizers import FUSED, LR, adamw, numel_of, of_shapes
 from ..registry import Record, Report, Table, case
-from ..shapes import Shape
 from ..timing import Call, host_time, synchronise, time_by_turns, until_idle
 from .profiled import launched, shortened
 from .smoke import Alike
-from .steps import KERNELS, MODELS, SHOWN, SMALLEST
+from .steps import KERNELS, SHOWN, SMALLEST, shapes_of
 
 WORLD_SIZE = 8
 PERIOD = 50
@@ -125,19 +124,14 @@ def _count(table: Table, usual: Usual, optimizer: Any, report: Report) -> None:
         )
 
 
-def _shapes(size: str, report: Report) -> Sequence[Shape]:
-    return MODELS[size] if report.numel is None else [(report.numel // 2,), (report.numel // 4,), (7,)]
-
-
 def defaults(size: str, report: Report) -> None:
     """Measure all at a size, one after the other."""
-    shapes = _shapes(size, report)
+    shapes = shapes_of(size, report)
     numel = numel_of(shapes)
     copy = copy_speed(numel, report.device, 5)
     table = report.table(
         f"{size}: {numel:,} parameters in {len(shapes)} tensors, W = {WORLD_SIZE}; "
-        f"a copy moves {copy:,.0f} GB/s; ms of "
-        f"a step, the mean of {PERIOD}, host and device",
+        f"a copy moves {copy:,.0f} GB/s; ms of a step, the mean of {PERIOD}, host and device",
         COLUMNS,
     )
     told = {name: spec for name, spec in KERNELS.items() if name in ("optimizer", "way", "kernel", "a step", "us")}
@@ -162,7 +156,7 @@ def _register(size: str) -> None:
 
 def warm(usual: Usual, report: Report) -> None:
     """Take its steps until the variance has been renewed, so that its kernels are in Triton's cache."""
-    params = of_shapes(_shapes(SMALLEST, report), report.device, usual.dtype)
+    params = of_shapes(shapes_of(SMALLEST, report), report.device, usual.dtype)
     optimizer = usual.make(params, lr=LR, process_group=Alike(WORLD_SIZE))
     repeated(optimizer.step, 4 if report.dry_run else 16)()
     synchronise(report.device)

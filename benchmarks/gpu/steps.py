@@ -218,13 +218,14 @@ def _attempts(size: _Size) -> Iterator[tuple[str, str, Callable[[], None]]]:
             yield peer.name, way, partial(size.profile, peer, way)
 
 
-def _shapes(name: str, report: Report) -> Sequence[Shape]:
+def shapes_of(name: str, report: Report) -> Sequence[Shape]:
+    """Return a model's shapes; those of so many parameters as the report wants, if it does."""
     return MODELS[name] if report.numel is None else [(report.numel // 2,), (report.numel // 4,), (7,)]
 
 
 def steps(name: str, report: Report) -> None:
     """Measure all peers at a size; one that fails ends none behind it."""
-    shapes = _shapes(name, report)
+    shapes = shapes_of(name, report)
     needed = NEEDED * numel_of(shapes)
     if report.device.type == "cuda" and (free := torch.cuda.mem_get_info()[0]) < needed:
         report.note(f"skipped: needs {needed >> 30} GiB of free device memory, there are {free >> 30}")
@@ -246,7 +247,7 @@ def steps(name: str, report: Report) -> None:
 def warm(peer: Peer, report: Report) -> None:
     """Take a peer's steps once each way, so that its kernels are in Triton's cache, and say how long that took."""
     table = report.table(f"{peer.name}: steps that compile", {"way": "<9", "s": ">6.1f"})
-    params = of_shapes(_shapes(SMALLEST, report), report.device)
+    params = of_shapes(shapes_of(SMALLEST, report), report.device)
     for way in WAYS if report.device.type == "cuda" else WAYS[:1]:
         began = time.perf_counter()
         step = peer.step(params, way)
