@@ -14,7 +14,7 @@ from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef
 from fusedonebit.triton_kernels.finish import PIECE, Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
-from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Count, Digest, Header, Limit, Side
+from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Count, Digest, Header, Limit, Places, Side, Signs
 from fusedonebit.triton_kernels.receive import spans_of
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 from fusedonebit.triton_kernels.tables import tables_of
@@ -78,7 +78,7 @@ class Workload:
         self.device, self.dtype, self.world_size = device, dtype, world_size
         self.table = live_table(self.layout).to(device)
         self.tables = tables_of(self.layout, device)  # which each launch would else make anew
-        self.block_tensor = self.layout.block_tensor().to(device, torch.int32)
+        self.places = Places.of(self.layout, self.tables.tensor, self.table)
         self.skip = torch.zeros(1, dtype=torch.int32, device=device)
         self.coef = torch.zeros(len(sizes), len(Coef), device=device)
         for column, value in {
@@ -161,11 +161,11 @@ class Workload:
 
     def flatten(self) -> partial[None]:
         out = torch.zeros(self.layout.numel + TAIL, device=self.device)
-        arguments = (self.grads, self.layout.sizes, self.layout.block_size, 1.0, None, out)
+        arguments = (self.grads, self.places, 1.0, None, out)
         return partial(ops.flatten, *arguments)
 
     def gradient_squares(self) -> partial[None]:
-        where = (self.grads, self.layout.sizes, self.layout.block_size, LARGEST_GRADIENT, None)
+        where = (self.grads, self.places, LARGEST_GRADIENT, None)
         squares = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
         sums, total = torch.zeros_like(squares[::PIECE]).contiguous(), torch.zeros_like(squares[0])
         tickets = torch.zeros(1 + len(sums), dtype=torch.int32, device=self.device)
@@ -177,9 +177,9 @@ class Workload:
         v = torch.rand(layout.numel, device=self.device) + 0.5 if self.preconditioned else None
         # |0.9 * momentum + 0.1 * g| stays below the scale on average, so that c does not run away.
         arguments = (
-            *(self.grads, layout.sizes, layout.block_size, torch.zeros(layout.numel, device=self.device)),
-            *(self._scale(0.3, blocks), self._bytes(self.world_size), self._scale(0.1, blocks), self.coef),
-            *(self.block_tensor, v, False, self.table.bits, self.table.row, self._bytes(self.world_size)),
+            *(self.grads, self.places, torch.zeros(layout.numel, device=self.device)),
+            *(self._scale(0.3, blocks), self._signs(), self.coef),
+            *(v, False, self._bytes(self.world_size)),
             *(self.partials, self.skip.clone(), self.skip),
         )
         return partial(ops.momentum_compress, *arguments)
@@ -234,7 +234,7 @@ class Workload:
             self.skip.clone(),
             Digest(self._sum(), self._sum(), self._sum()),
             self.skip.clone(),
-            Limit(self.coef, self.block_tensor, self._scale(1.0, blocks), largest, norm),
+            Limit(self.coef, self.places.block_tensor, self._scale(1.0, blocks), largest, norm),
             torch.zeros(self.world_size * spans_of(served), dtype=torch.float64, device=self.device),
         )
 
@@ -247,13 +247,16 @@ class Workload:
         words = torch.zeros(self.world_size, len(Word), dtype=torch.int32, device=self.device)
         arguments = (
             *(self._bytes(self.world_size), self._arrived_scales(), words, words[0].clone()),
-            *(self._slot[:served].to(self.device, torch.int32), self.layout.block_size),
+            *(self._slot[:served].to(self.device, torch.int32), self.places.at(slice(0, served))),
             *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
-            *(self.table.bits, self.table.row[:served], self._bytes(1)),
+            self._bytes(1),
             *(torch.zeros(2, served, dtype=torch.float64, device=self.device), self.skip, self.skip.clone()),
             words.clone(),
         )
         return partial(ops.server_reduce, *arguments)
+
+    def _signs(self) -> Signs:
+        return Signs(self._bytes(self.world_size), self._scale(0.1, self.layout.n_blocks))
 
     def _arrived_scales(self) -> Tensor:
         return torch.full((self.world_size, self._slots), 0.1, device=self.device)
@@ -262,9 +265,8 @@ class Workload:
         layout = self.layout
         v = None if self.preconditioned else torch.rand(layout.numel, device=self.device) + 0.5
         arguments = (
-            *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size)),
-            *(self._scale(0.1, layout.n_blocks), v, False, self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, self.skip, None, self._sum()),
+            *(self.params, self.places, self._signs(), v, False, self.coef),
+            *(self.skip, None, self._sum()),
         )
         *_, steps, updates = self._clock()
         count = Count(None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH))
@@ -273,8 +275,8 @@ class Workload:
     def adam_update(self) -> partial[None]:
         layout = self.layout
         arguments = (
-            *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), layout.sizes, layout.block_size),
-            *(*self._moments(), self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip, None, None),
+            *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), self.places),
+            *(*self._moments(), self.coef, self.skip, None, None),
         )
         return partial(ops.adam_update, *arguments)
 
@@ -286,8 +288,8 @@ class Workload:
     def lamb_update(self) -> partial[None]:
         layout = self.layout
         arguments = (
-            *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), layout.sizes, layout.block_size),
-            *(*self._moments(), False, self.coef, self.block_tensor, self.table.bits, self.table.row),
+            *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), self.places),
+            *(*self._moments(), False, self.coef),
             *(self.skip, None, self.norms),
         )
         return partial(ops.lamb_update, *arguments)
@@ -298,20 +300,18 @@ class Workload:
         )
 
     def lamb_move(self) -> partial[None]:
-        layout = self.layout
         arguments = (
-            *(self.params, layout.sizes, layout.block_size, *self._moments(), False, self.coef, self.block_tensor),
-            *(self.table.bits, self.table.row, self.skip, None),
+            *(self.params, self.places, *self._moments(), False, self.coef),
+            *(self.skip, None),
         )
         return partial(ops.lamb_move, *arguments)
 
     def lamb_ratio(self) -> partial[None]:
-        layout, blocks = self.layout, self.layout.n_blocks
+        layout, _blocks = self.layout, self.layout.n_blocks
         frozen, fresh = (torch.rand(layout.numel, device=self.device) + 0.5 for _ in range(2))
         arguments = (
-            *(self.params, layout.sizes, layout.block_size, self._bytes(self.world_size), self._scale(0.1, blocks)),
-            *(self._bytes(self.world_size), self._scale(0.1, blocks), frozen, fresh, self.started, False),
-            *(self.preconditioned, False, self.coef, self.block_tensor, self.table.bits, self.table.row, self.skip),
+            *(self.params, self.places, self._signs(), self._signs(), frozen, fresh, self.started, False),
+            *(self.preconditioned, False, self.coef, self.skip),
             *(self.largest, None),
         )
         return partial(ops.lamb_ratio, *arguments)
@@ -334,9 +334,9 @@ class Workload:
         layout, blocks, messages = self.layout, self.layout.n_blocks, self._messages(self.world_size)
         m, c = (torch.zeros(layout.numel, device=self.device) for _ in range(2))
         arguments = (
-            *(self.params, self.grads, layout.sizes, layout.block_size, 0, self.world_size, m, None, c),
-            *(self._scale(1e-6, blocks), self._scale(1.0, blocks), messages.bits, self.coef, self.block_tensor),
-            *(self.table.bits, self.table.row, torch.ones(1, device=self.device), 1.0, self.skip, False, False),
+            *(self.params, self.grads, self.places, 0, self.world_size, m, None, c),
+            *(self._scale(1e-6, blocks), self._scale(1.0, blocks), messages.bits, self.coef),
+            *(torch.ones(1, device=self.device), 1.0, self.skip, False, False),
             *(None, messages.words, 0, 0, 0, self._sum()),
         )
         return partial(ops.local_update, *arguments)
@@ -350,7 +350,7 @@ class Workload:
         messages = self._messages(self.world_size)
         written = [self._scale(0.0, self.layout.n_blocks) for _ in range(3)]
         arguments = (
-            *(messages.words, messages.words[0], messages.front, self.coef, self.block_tensor, 1.0, 1.0, True),
+            *(messages.words, messages.words[0], messages.front, self.coef, self.places.block_tensor, 1.0, 1.0, True),
             *(self.skip, *written, self._sum(), self.skip.clone(), self._sum(), self.skip.clone(), self._sum()),
         )
         return partial(ops.close_round, *arguments)
@@ -364,31 +364,27 @@ class Workload:
         return partial(ops.place_owned, arrived, self._bytes(self.world_size), own)
 
     def add_values(self) -> partial[None]:
-        layout, values = self.layout, torch.zeros(self.layout.numel, device=self.device)
-        where = (self.table.bits, self.table.row, self.skip)
-        return partial(ops.add_values, self.params, layout.sizes, layout.block_size, values, False, *where, None)
+        _layout, values = self.layout, torch.zeros(self.layout.numel, device=self.device)
+        return partial(ops.add_values, self.params, self.places, values, False, self.skip, None)
 
     def local_step(self) -> partial[None]:
         layout, flags = self.layout, torch.zeros(1, dtype=torch.int32, device=self.device)
         m, v = self._moments()
         # |m/denom| stays below the scale nearly everywhere, so that the buffer does not run away.
         arguments = (
-            *(self.params, self.grads, layout.sizes, layout.block_size, m, v, False, self.preconditioned),
+            *(self.params, self.grads, self.places, m, v, False, self.preconditioned),
             *(torch.zeros(layout.numel, device=self.device), self._scale(5.0, layout.n_blocks), self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, self.skip, True, False, False, False, None, flags),
+            *(self.skip, True, False, False, False, None, flags),
         )
         return partial(ops.local_step, *arguments)
 
     def rebuild_momentum(self) -> partial[None]:
         m, v = self._moments()
         arguments = (
-            *(self.layout.sizes, self.layout.block_size, self._bytes(self.world_size)),
+            *(self.places, self._bytes(self.world_size)),
             *(self._scale(0.1, self.layout.n_blocks), None, None, v if self.preconditioned else None, False),
             *(
                 Coefficients.of(self.coef),
-                self.block_tensor,
-                self.table.bits,
-                self.table.row,
                 m,
                 self._scale(0.0, self.layout.n_blocks),
             ),
@@ -399,8 +395,8 @@ class Workload:
         step = torch.zeros((), dtype=torch.int64, device=self.device)
         flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         arguments = (
-            *(self.grads, self.layout.sizes, self.layout.block_size, self._moments()[0], self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row, step, self.skip, self._bytes(self.world_size)),
+            *(self.grads, self.places, self._moments()[0], self.coef),
+            *(step, self.skip, self._bytes(self.world_size)),
             *(self._arrived_scales(), 0, flags),
         )
         return partial(ops.lion_compress, *arguments)

@@ -31,7 +31,7 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.codes import keep_nearest, rows_of
 from ..triton_kernels.headers import Flag, Word
-from ..triton_kernels.nouns import Header
+from ..triton_kernels.nouns import Header, Places, Signs
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
@@ -123,7 +123,6 @@ class CompressedAllReduce(Receiver):
         slot, slots = layout.scale_slots(scale_scope)
         slots = slots if gathered is None else gathered.slots
         self._own = slice(rank * blocks, (rank + 1) * blocks)
-        self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
         if residual is None:
@@ -164,10 +163,11 @@ class CompressedAllReduce(Receiver):
         self.flags = self._received = found
 
     def set_live(self, live: LiveTable) -> None:
-        self.live = live
-        self.worker.set_live(live)
+        self.live, self.places = live, Places.of(self.layout, self._launch_tables.tensor, live)
+        self._served_places = self.places.at(self._own)
+        self.worker.set_live(self.places, live.numel)
         for server in self.sides[1:]:
-            server.set_live(LiveTable(live.bits, live.row[self._own], live.numel[self._own]))
+            server.set_live(self._served_places, live.numel[self._own])
 
     def __call__(self, tensors: Sequence[Tensor], coef: Tensor | None = None, **told: Any) -> None:
         """Average tensors.
@@ -203,18 +203,13 @@ class CompressedAllReduce(Receiver):
         grads = self.part.gradients(tensors)
         momentum_compress(
             grads,
-            self.layout.sizes,
-            self.layout.block_size,
+            self.places,
             self.worker.compensated,
             self.worker.scale,
-            self.gathered.bits,
-            self.scale,
+            Signs(self.gathered.bits, self.scale),
             coef,
-            self.block_tensor,
             None if exp_avg_sq is None else exp_avg_sq[self.part.elements],
             eps_inside_sqrt,
-            self.live.bits,
-            self.live.row,
             self.to_servers.bits,
             self.worker.partials,
             self.found,
@@ -224,7 +219,7 @@ class CompressedAllReduce(Receiver):
             self.octaves,
         )
         if looks.tells and self.squares is not None and self.worker_sq is not None:
-            self.squares.tell(grads, self.worker_sq, self._of_squares, looks, self.part.blocks.start, self.live)
+            self.squares.tell(grads, self.worker_sq, self._of_squares, looks, self.part.blocks.start, self.places)
 
     @property
     def means(self) -> Rows:
@@ -245,51 +240,45 @@ class CompressedAllReduce(Receiver):
 
     def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
         """Renew this part, as ``OnePart`` says."""
-        blocks = slice(0, self.layout.n_blocks)
         v, means = v[self.part.elements], (self.means.logs, self.means.tops)
         if unit.divides:
             for server in self.sides[1:]:  # it keeps no momentum
                 rank = self.transport.rank
                 chunk, own = v.view(self.layout.world_size, -1)[rank], (means[0][rank:][:1], means[1][rank:][:1])
-                self._renew(self._own, unit, chunk, own, server, None, None, False)
-            self._renew(blocks, unit, v, means, self.worker, self.gathered.bits, self.scale, writes)
+                self._renew(self._own, unit, chunk, own, server, None, False)
+            self._renew(None, unit, v, means, self.worker, Signs(self.gathered.bits, self.scale), writes)
         elif writes:
-            self._renew(blocks, unit, v, means, None, None, None, writes)
+            self._renew(None, unit, v, means, None, None, writes)
         if self.squares is not None:
             self.squares.forget()
 
     def _renew(
         self,
-        blocks: slice,
+        blocks: slice | None,
         unit: Unit,
         v: Tensor,
         means: tuple[Tensor, Tensor],
         side: ErrorFeedback | None,
-        bits: Tensor | None,
-        scale: Tensor | None,
+        exp_avg: Signs | None,
         writes: bool,
     ) -> None:
-        """Renew v of these blocks, and the unit of what a ``side`` keeps of them; others as for the op ``renew``."""
+        """Renew v of these blocks, or of all, and the unit of what a ``side`` keeps; others as for the op ``renew``."""
         c, s, settled = (None, None, None) if side is None else (side.compensated, side.scale, side.settled)
         renew(
-            self.layout.block_size,
+            self.places if blocks is None else self.places.at(blocks),
             c,
             s,
             settled,
-            bits,
-            scale,
+            exp_avg,
             self.gathered.bits.dim() == 3,
             unit.eps_inside_sqrt,
             unit.coef,
-            self.block_tensor[blocks],
             v,
             *means,
             unit.factors,
-            self.live.bits,
-            self.live.row[blocks],
             writes,
             None if side is None else side.octaves,
-            None if self._of_v is None else self._of_v[blocks],
+            None if self._of_v is None else self._of_v[blocks or slice(None)],
         )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
@@ -328,11 +317,9 @@ class CompressedAllReduce(Receiver):
             self.gathered.words,
             self.to_servers.words[self.transport.rank],
             self.server.segment,
-            self.layout.block_size,
+            self._served_places,
             self.server.compensated,
             self.server.scale,
-            self.live.bits,
-            self.live.row[self._own],
             self.served.bits,
             self.server.partials,
             self.hold,
@@ -361,13 +348,13 @@ class CompressedAllReduce(Receiver):
         tables = [worker.scale, worker.settled, worker.partials, self.scale]
         tables += [] if self.octaves is None else [self.octaves]
         elements = [worker.compensated, *(() if self.worker_sq is None else (self.worker_sq,))]
-        self.kept = [Kept(rows, self.block_tensor, elements, bits=[self.gathered.bits], tables=tables)]
+        self.kept = [Kept(rows, self.places.block_tensor, elements, bits=[self.gathered.bits], tables=tables)]
         for server in self.sides[1:]:
             rows = absence(self.layout, missing, self.device, self._own).rows
             own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
             tables = [server.scale, server.settled, server.partials]
             tables += [] if server.octaves is None else [server.octaves]
-            self.kept.append(Kept(rows, self.block_tensor[self._own], own, tables=tables))
+            self.kept.append(Kept(rows, self._served_places.block_tensor, own, tables=tables))
 
     def _finish(self, told: Told) -> None:
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
@@ -385,7 +372,7 @@ class CompressedAllReduce(Receiver):
 
         Of a step that was skipped, or held back, nothing is there to be taken out.
         """
-        goes = (~tensors)[self.block_tensor] | (self.flags != 0)
+        goes = (~tensors)[self.places.block_tensor] | (self.flags != 0)
         self.scale *= goes
         last = self.sides[-1].scale
         last *= goes[self._own]

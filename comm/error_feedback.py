@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import LiveTable, finish, finish_alone, rules, settle
+from ..triton_kernels import finish, finish_alone, rules, settle
 from ..triton_kernels.codes import in_float32
 from ..triton_kernels.finish import Segments
-from ..triton_kernels.nouns import Coefficients, Header, Side
+from ..triton_kernels.nouns import Coefficients, Header, Places, Side
 from .message import Messages
 
 
@@ -90,11 +90,11 @@ class ErrorFeedback(Scaled):
         self.measured = torch.zeros(int(segment[-1]) + 1, device=device)
         self._work = Segments.of(segment if measures else segment[:0], self.measured)
 
-    def set_live(self, live: LiveTable) -> None:
-        """Say which elements of this side count."""
-        self._live = live
+    def set_live(self, places: Places, numel: Tensor) -> None:
+        """Say which elements of this side count, and how many of each block, int32 [blocks]."""
+        self._places, self._numel = places, numel
         if len(self._work.live):
-            self._work.live.zero_().index_add_(0, self.segment, live.numel.double())
+            self._work.live.zero_().index_add_(0, self.segment, numel.double())
 
     def finish(
         self, to: Messages, header: Header, digest: Tensor | None, hold: Tensor, renewal: Coefficients | None = None
@@ -121,7 +121,7 @@ class ErrorFeedback(Scaled):
         if not self.compensated.numel():  # nothing is kept
             return
         self.settled += self.scale
-        settle(self.compensated, self.scale, self._ternary, self._live.bits, self._live.row, self.octaves)
+        settle(self.compensated, self.scale, self._ternary, self._places, self.octaves)
 
     def values(self) -> Tensor:
         """Return c, float32 [n]; after ``settle`` e. Where it is kept in float32, that memory."""
@@ -154,5 +154,5 @@ class ErrorFeedback(Scaled):
         Reads no element. Rounding errors are included: |e|^2 may be below 0.
         """
         absolute, square, *nonzero = self.partials.unbind(0)
-        numel = nonzero[0] if self._ternary else self._live.numel
+        numel = nonzero[0] if self._ternary else self._numel
         return square, rules.residual_square(absolute, square, self.scale + self.settled, numel)

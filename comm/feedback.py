@@ -13,7 +13,7 @@ from torch import Tensor
 from ..triton_kernels import SCALE_NORMS, FlatLayout, LiveTable
 from ..triton_kernels.headers import CHECKED, Word, folded, unfolded
 from ..triton_kernels.limit import judged, squares_by_block
-from ..triton_kernels.nouns import Limit
+from ..triton_kernels.nouns import Limit, Places
 from ..triton_kernels.tables import BlockTables
 from .absent import Kept
 from .error_feedback import ErrorFeedback
@@ -85,7 +85,7 @@ class FeedbackReducer(Reducer):
 
     Attributes:
         gathered: Messages whose bits are the result's signs.
-        block_tensor: int32 [B], each block's tensor.
+        places: Where tensors lie, and what of them counts.
         shards: The ranks that hold other shards of the same tensors.
         worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32, bfloat16 or codes.
         server_residual: That of the chunks which it serves, of the same dtype.
@@ -98,7 +98,7 @@ class FeedbackReducer(Reducer):
     """
 
     gathered: Messages
-    block_tensor: Tensor
+    places: Places
     shards: ShardGroup
     worker_residual: Tensor
     server_residual: Tensor

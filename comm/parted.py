@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, close_parts, live_table, renew
 from ..triton_kernels.headers import CHECKED, Word, union
+from ..triton_kernels.nouns import Places
 from ..triton_kernels.parts import programs_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
@@ -83,7 +84,6 @@ class PartedAllReduce(FeedbackReducer):
         most = max(n for _, n in slots)
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
         self._launch_tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
-        self.block_tensor = self._launch_tables.tensor
         self.scale = torch.zeros(layout.n_blocks, device=device)
         self.server_residual = compensated.new_zeros(len(here), layout.chunk_numel if self.serves else 0)
         if self.serves and octaves is not None:
@@ -122,7 +122,7 @@ class PartedAllReduce(FeedbackReducer):
         self.set_live(live_table(layout).to(device) if live is None else live)
 
     def set_live(self, live: LiveTable) -> None:
-        self.live = live
+        self.live, self.places = live, Places.of(self.layout, self._launch_tables.tensor, live)
         for each in self.parts:
             each.set_live(each.part.live(live))
 
@@ -290,7 +290,7 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.kept = []
         if told.missing:  # the bits and the scales of the whole result, as parts keep theirs
             rows = absence(self.layout, told.missing, self.device).rows
-            self.kept = [Kept(rows, self.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
+            self.kept = [Kept(rows, self.places.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
         part, before = self.parts[0], self.scale.clone()
         part.synchronise(compress, told._replace(limit=None))
         self._part.forget()
@@ -360,10 +360,10 @@ class HierarchicalAllReduce(PartedAllReduce):
         if unit.divides:
             self.parts[0].renew_part(unit, v, False)
             self.scale.zero_()
-        how = self.gathered.bits.dim() == 3, unit.eps_inside_sqrt, unit.coef, self.block_tensor
-        means, live = (self._means.logs, self._means.tops), (self.live.bits, self.live.row)
+        how = self.gathered.bits.dim() == 3, unit.eps_inside_sqrt, unit.coef
+        means = self._means.logs, self._means.tops
         of_v = None if self._octaves is None else self._octaves[1]
-        renew(self.layout.block_size, *(None,) * 5, *how, v, *means, unit.factors, *live, True, None, of_v)
+        renew(self.places, *(None,) * 4, *how, v, *means, unit.factors, True, None, of_v)
         del self._means, self.sums
         for part in self.parts:
             if part.squares is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
 from ..triton_kernels.headers import Flag, Word, agreed_flags, unfolded, union
+from ..triton_kernels.nouns import Places
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
@@ -71,7 +72,7 @@ class RoundAllReduce(Reducer):
         self._launch_tables = tables_of(layout, self.device)  # kept: launches of others share it meanwhile
         self.live = live_table(whole).to(self.device) if live is None else live
         self._live = self.part.live(self.live)
-        self.block_tensor = self._launch_tables.tensor
+        self.places = Places.of(layout, self._launch_tables.tensor, self._live)
         self.compensated = torch.zeros(whole.numel, device=self.device)
         self._own = self.compensated[self.part.elements]
         self.scale = torch.zeros(whole.n_blocks, device=self.device)
@@ -169,12 +170,11 @@ class RoundAllReduce(Reducer):
         anchor: Tensor | None = None,
     ) -> None:
         """Add this worker's update to ``compensated``, for some chunks: the op ``local_update``; of whole tensors."""
-        layout, here = self.layout, self.part.elements
+        here = self.part.elements
         local_update(
             self.part.pieces(params),
             self.part.gradients(grads),
-            layout.sizes,
-            layout.block_size,
+            self.places,
             chunks.start,
             chunks.stop,
             None if exp_avg is None else exp_avg[here],
@@ -184,9 +184,6 @@ class RoundAllReduce(Reducer):
             self._limit,
             self.messages.bits,
             coef,
-            self.block_tensor,
-            self._live.bits,
-            self._live.row,
             factor,
             self._share,
             hold,
@@ -211,7 +208,7 @@ class RoundAllReduce(Reducer):
                 each.absent.copy_(tables.bits)
             elements = [self._own, *(values[self.part.elements] for values in changed)]
             bits, of_blocks = [self.messages.bits], [self._taken, self._limit]
-            self.kept = [Kept(tables.rows, self.block_tensor, elements, bits=bits, tables=of_blocks)]
+            self.kept = [Kept(tables.rows, self.places.block_tensor, elements, bits=bits, tables=of_blocks)]
         elif self._had_missing:  # bits of the round before
             for each in {self.messages, self._sent}:
                 each.absent.zero_()
@@ -300,7 +297,7 @@ class RoundAllReduce(Reducer):
     def _step_of(self, told: Told) -> Tensor:
         """Return how far each coordinate goes in a round of signs (eta_s), float32 [B]."""
         assert told.goes is not None
-        step: Tensor = rules.global_step(told.goes[self.block_tensor], told.steps, math.inf)[0]
+        step: Tensor = rules.global_step(told.goes[self.places.block_tensor], told.steps, math.inf)[0]
         return step.view(-1)
 
     def _is_taken(self, words: Tensor, own: Tensor, told: Told) -> Tensor:
@@ -401,4 +398,4 @@ class RoundAllReduce(Reducer):
 
     def state(self) -> list[Tensor]:
         messages = self.messages.buffer, self.gathered.buffer
-        return [self.compensated, self._taken, self._limit, *messages, self.block_tensor, *self.live]
+        return [self.compensated, self._taken, self._limit, *messages, self.places.block_tensor, *self.live]

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..triton_kernels import FlatLayout, LiveTable, average_squares, tell_squares
+from ..triton_kernels import FlatLayout, average_squares, tell_squares
+from ..triton_kernels.nouns import Places
 from ..triton_kernels.projections import Projections
 from ..triton_kernels.renewal import SUMS
 from .message import ALIGNMENT
@@ -126,25 +127,22 @@ class SharedSquares:
         octaves: Tensor | None,
         looks: Looks,
         first_block: int,
-        live: LiveTable,
+        places: Places,
     ) -> None:
         """Write what is sent: arguments as of ``tell_squares``."""
-        layout, places = self._layout, self._projections
+        layout, projections = self._layout, self._projections
         assert looks.updates is not None
-        self.sent = sent = Rows(layout, layout.world_size, places.width, self._device)
-        self._live = live
+        self.sent = sent = Rows(layout, layout.world_size, projections.width, self._device)
+        self._places = places.at(self._own)
         tell_squares(
             grads,
-            layout.sizes,
-            layout.block_size,
+            places,
             squares,
             looks.factor,
             looks.updates,
             first_block,
-            live.bits,
-            live.row,
-            places.share,
-            places.place,
+            projections.share,
+            projections.place,
             sent.logs,
             sent.tops,
             sent.numbers,
@@ -153,11 +151,10 @@ class SharedSquares:
 
     def average(self, arrived: Rows) -> None:
         """Average this rank's chunk, of rows from all ranks."""
-        layout, live, places, own = self._layout, self._live, self._projections, self._own
+        layout, projections, own = self._layout, self._projections, self._own
         self.served = served = Rows(layout, 1, SUMS * layout.blocks_per_chunk, self._device)
-        where = live.bits, live.row[own], places.share[own], places.place[own]
-        told = arrived.logs, arrived.tops, arrived.numbers
-        average_squares(layout.block_size, *told, *where, served.logs[0], served.tops[0], served.sums[0])
+        told = arrived.logs, arrived.tops, arrived.numbers, projections.share[own], projections.place[own]
+        average_squares(self._places, *told, served.logs[0], served.tops[0], served.sums[0])
 
     def exchange(self, transport: Transport) -> None:
         """Average what all ranks tell.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from op_arguments import arguments_of
 from reference_ops import Problem
 from torch import Tensor
 
@@ -36,30 +39,32 @@ def local_arguments(
     chunks: slice | None = None,
     share: float = 1.0,
     begins: bool = False,
-) -> tuple:
+) -> Any:
     """``kind``: "plain" (no moments), "sgd" or "adam"."""
     first, last = (0, p.layout.world_size) if chunks is None else (chunks.start, chunks.stop)
     messages, blocks = rows_of(p, p.layout.world_size), p.layout.n_blocks
     exp_avg, exp_avg_sq = p.normal(p.layout.numel), p.exp_avg_sq
     anchor = torch.full((p.layout.numel,), torch.nan) if moves and begins else None
-    return (
-        *(p.params, p.grads, p.layout.sizes, p.layout.block_size, first, last),
+    return arguments_of(
+        "local_update",
+        *(p.params, p.grads, p.places, first, last),
         *(exp_avg if kind != "plain" else None, exp_avg_sq if kind == "adam" else None, p.compensated),
-        *(p.worker_scale, torch.full((blocks,), limit), messages.bits, p.coef, p.block_tensor),
-        *(p.table.bits, p.table.row, torch.tensor([1.25]), share, torch.tensor([hold], dtype=torch.int32)),
+        *(p.worker_scale, torch.full((blocks,), limit), messages.bits, p.coef),
+        *(torch.tensor([1.25]), share, torch.tensor([hold], dtype=torch.int32)),
         *(decays, moves, anchor, messages.words, *HEADER),
     )
 
 
-def close_arguments(p: Problem, signs: bool = True, flags: int = 0, hold: int = 0, most: float = 0.5) -> tuple:
+def close_arguments(p: Problem, signs: bool = True, flags: int = 0, hold: int = 0, most: float = 0.5) -> Any:
     """Of ``close_round``: the last header has ``flags``; the update is ``signs`` in messages, or floats."""
     words, own = p.headers(flags)
     rows, blocks = p.layout.world_size, p.layout.n_blocks
     payload = rows_of(p, rows).payload if signs else p.normal(p.layout.numel).view(rows, -1).view(torch.uint8)
     written = [torch.full((blocks,), torch.nan) for _ in range(3)]
     held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
-    return (
-        *(words, own, payload, p.coef, p.block_tensor, 3.0, most, signs, held, *written),
+    return arguments_of(
+        "close_round",
+        *(words, own, payload, p.coef, p.places.block_tensor, 3.0, most, signs, held, *written),
         *(torch.tensor([-1]), found, torch.tensor([0]), ticket, torch.tensor(2**63 - 7)),
         None if signs else p.normal(rows, 24).view(torch.uint8),
     )
@@ -92,7 +97,7 @@ def placed_arguments(layout: FlatLayout) -> tuple[Tensor, ...]:
     return gathered.bits, p.bytes(layout.world_size), bits.bits
 
 
-def add_arguments(p: Problem, replaces: bool, skip: int = 0, rounding: Tensor | None = None) -> tuple:
+def add_arguments(p: Problem, replaces: bool, skip: int = 0, rounding: Tensor | None = None) -> Any:
     values = p.normal(p.layout.numel + 8)
-    where = (p.table.bits, p.table.row, torch.tensor([skip], dtype=torch.int32))
-    return (p.params, p.layout.sizes, p.layout.block_size, values, replaces, *where, rounding)
+    held = torch.tensor([skip], dtype=torch.int32)
+    return arguments_of("add_values", p.params, p.places, values, replaces, held, rounding)

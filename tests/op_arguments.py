@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from fusedonebit.triton_kernels.op import OPS
 
 
-@cache
-def _kind(name: str) -> Any:
-    whole = OPS[name].signature.whole.parameters
-    defaults = [parameter.default for parameter in whole.values() if parameter.default is not parameter.empty]
-    return namedtuple(f"ArgumentsOf_{name}", whole, defaults=defaults)
+class Arguments(tuple[Any, ...]):
+    """An op's arguments, up to the last one that was given; each by its name as well, whole nouns among them."""
+
+    op: str
+    count = property(lambda self: self.__getattr__("count"))  # which tuples have a method of
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "op" or name.startswith("__"):  # of one that is being copied
+            raise AttributeError(name)
+        parameters = OPS[self.op].signature.whole.parameters
+        if name not in parameters:
+            raise AttributeError(f"{self.op} has no argument {name}: it has {', '.join(parameters)}")
+        at = list(parameters).index(name)
+        return self[at] if at < len(self) else parameters[name].default
+
+    def _asdict(self) -> dict[str, Any]:
+        """Return all of them by name."""
+        given = OPS[self.op].signature.whole.bind(*self)
+        given.apply_defaults()
+        return given.arguments
+
+    def _replace(self, **named: Any) -> Arguments:
+        """Return them with others in place of some; what lies between those given and these has its default."""
+        given = OPS[self.op].signature.whole.bind(*self)
+        if any(name not in given.arguments for name in named):
+            given.apply_defaults()
+        given.arguments.update(named)
+        return made(self.op, given.args)
+
+
+def made(op: str, values: Sequence[Any]) -> Arguments:
+    """Return values as the arguments of an op."""
+    arguments = Arguments(values)
+    arguments.op = op
+    return arguments
 
 
 def arguments_of(name: str, *values: Any, **named: Any) -> Any:
-    """Return an op's arguments as a NamedTuple: nouns are whole."""
-    return _kind(name)(*values, **named)
+    """Return an op's arguments."""
+    return made(name, values)._replace(**named) if named else made(name, values)
 
 
 def flat(name: str, arguments: Sequence[Any]) -> Sequence[Any]:

@@ -19,7 +19,7 @@ from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, PARTLY, Word, folded
-from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Digest, Header, Limit, Side
+from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Digest, Header, Limit, Places, Side, Signs
 from fusedonebit.triton_kernels.receive import spans_of
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
@@ -77,7 +77,7 @@ class Problem:
         self.live_mask = unpack(self.table.bits[self.table.row.long()]) > 0
         blocks = self.layout.n_blocks
         self.coef = self._coefficients(len(sizes))
-        self.block_tensor = self.layout.block_tensor().int()
+        self.places = Places.of(self.layout, self.layout.block_tensor().int(), self.table)
         self.grads = [self.normal(size).to(dtype) for size in sizes]
         self.params = [self.normal(size).to(dtype) for size in sizes]
         self.compensated = torch.where(self.live_mask, self.normal(self.layout.numel), 0.0)
@@ -91,6 +91,10 @@ class Problem:
         if ternary:  # half of all that is compressed are zeros of either sign; the bits have zeros of their own
             for x in (self.compensated, *self.grads):
                 x[torch.rand(x.shape, generator=self._random) < 0.5] *= 0.0
+
+    @property
+    def exp_avg(self) -> Signs:
+        return Signs(self.exp_avg_bits, self.exp_avg_scale)
 
     @property
     def live(self) -> Array:
@@ -118,7 +122,7 @@ class Problem:
 
     def column(self, which: Coef) -> Array:
         """A coefficient of each element."""
-        return self.by_element(self.coef[self.block_tensor, which])
+        return self.by_element(self.coef[self.places.block_tensor, which])
 
     def by_element(self, per_block: Tensor) -> Array:
         return np.repeat(wide(per_block), self.layout.block_size)
@@ -131,13 +135,12 @@ class Problem:
             line[offset : offset + tensor.numel()] = wide(tensor)
         return line
 
-    def momentum_arguments(
-        self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False, hold: int = 0
-    ) -> tuple:
-        return (
-            *(self.grads, self.layout.sizes, self.layout.block_size, self.compensated, self.worker_scale),
-            *(self.exp_avg_bits, self.exp_avg_scale, self.coef, self.block_tensor, exp_avg_sq, eps_inside_sqrt),
-            *(self.table.bits, self.table.row, self.bits, self.partials, self.found),
+    def momentum_arguments(self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False, hold: int = 0) -> Any:
+        return arguments_of(
+            "momentum_compress",
+            *(self.grads, self.places, self.compensated, self.worker_scale),
+            *(self.exp_avg, self.coef, exp_avg_sq, eps_inside_sqrt),
+            *(self.bits, self.partials, self.found),
             torch.tensor([hold], dtype=torch.int32),
         )
 
@@ -149,10 +152,10 @@ class Problem:
         rounding: Tensor | None = None,
         digest: Tensor | None = None,
         x_squares: Tensor | None = None,
-    ) -> tuple:
-        return (
-            *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
-            *(exp_avg_sq, eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
+    ) -> Any:
+        return arguments_of(
+            "apply_momentum",
+            *(self.params, self.places, self.exp_avg, exp_avg_sq, eps_inside_sqrt, self.coef),
             *(torch.tensor([skip], dtype=torch.int32), rounding, digest, x_squares),
         )
 
@@ -181,7 +184,7 @@ class Problem:
         if most is None:
             return None
         numbers = (torch.tensor(most, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
-        return Limit(coef, self.block_tensor, self.normal(self.layout.n_blocks).abs(), *numbers)
+        return Limit(coef, self.places.block_tensor, self.normal(self.layout.n_blocks).abs(), *numbers)
 
     def alone_arguments(
         self,
@@ -250,19 +253,20 @@ class Problem:
             None if limit is None else torch.full((spans,), torch.nan, dtype=torch.float64),
         )
 
-    def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> tuple:
+    def server_arguments(self, scope: str = "global", rank: int = 0, skip: int = 0, hold: int = 0) -> Any:
         own = slice(rank * self.layout.blocks_per_chunk, (rank + 1) * self.layout.blocks_per_chunk)
         slot, slots = self.layout.scale_slots(scope)
         elements = slice(rank * self.layout.chunk_numel, (rank + 1) * self.layout.chunk_numel)
-        return (
+        return arguments_of(
+            "server_reduce",
             *(
                 self.exp_avg_bits,
                 self.normal(self.layout.world_size, slots).abs(),
                 *self.headers(skip),
                 slot[own].int(),
             ),
-            *(self.layout.block_size, self.compensated[elements].clone(), self.worker_scale[own]),
-            *(self.table.bits, self.table.row[own], self.bits[:1], self.partials[:, own]),
+            *(self.places.at(own), self.compensated[elements].clone(), self.worker_scale[own]),
+            *(self.bits[:1], self.partials[:, own]),
             *(torch.tensor([hold], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32)),
             torch.full((self.layout.world_size, len(Word)), -1, dtype=torch.int32),
         )
@@ -276,20 +280,22 @@ class Problem:
         words[-1, Word.FLAGS] = flags
         return words, words[0].clone()
 
-    def update_arguments(self, skip: int = 0, sums: bool = True, rounding: Tensor | None = None) -> tuple:
-        return (
+    def update_arguments(self, skip: int = 0, sums: bool = True, rounding: Tensor | None = None) -> Any:
+        return arguments_of(
+            "adam_update",
             *(self.params, self.layout.cut(self.normal(self.layout.numel))),
-            *(self.layout.sizes, self.layout.block_size),
-            *(self.compensated, self.exp_avg_sq, self.coef, self.block_tensor, self.table.bits, self.table.row),
+            self.places,
+            *(self.compensated, self.exp_avg_sq, self.coef),
             torch.tensor([skip], dtype=torch.int32),
             torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
             rounding,
         )
 
-    def lamb_update_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0, sums: bool = True) -> tuple:
-        *first, coef, block_tensor, bits, row, skipped, v_sums, _ = self.update_arguments(skip, sums)
+    def lamb_update_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0, sums: bool = True) -> Any:
+        given = self.update_arguments(skip, sums)
         norms = torch.full((2, self.layout.n_blocks), torch.nan, dtype=torch.float64)
-        return (*first, eps_inside_sqrt, coef, block_tensor, bits, row, skipped, v_sums, norms)
+        first, rest = given[:5], (given.coef, given.skip, given.exp_avg_sq_sums)
+        return arguments_of("lamb_update", *first, eps_inside_sqrt, *rest, norms)
 
     @staticmethod
     def flags_found() -> tuple[Tensor, Tensor]:
@@ -305,16 +311,23 @@ class Problem:
         """Averages and last ratios from 0.2 to 2."""
         return torch.rand(len(Layer), len(self.layout.sizes), generator=self._random) * 1.8 + 0.2
 
-    def lamb_coefficient_arguments(self, deepspeed: bool = False, skip: int = 0) -> tuple:
+    def lamb_coefficient_arguments(self, deepspeed: bool = False, skip: int = 0) -> Any:
         norms = self.normal(2, self.layout.n_blocks).square().double()
-        return (norms, self.layer_start, torch.tensor([skip], dtype=torch.int32), deepspeed, self.coef, self.layers)
+        return arguments_of(
+            "lamb_coefficient",
+            norms,
+            self.layer_start,
+            torch.tensor([skip], dtype=torch.int32),
+            deepspeed,
+            self.coef,
+            self.layers,
+        )
 
-    def lamb_move_arguments(
-        self, eps_inside_sqrt: bool = False, skip: int = 0, rounding: Tensor | None = None
-    ) -> tuple:
-        return (
-            *(self.params, self.layout.sizes, self.layout.block_size, self.compensated, self.exp_avg_sq),
-            *(eps_inside_sqrt, self.coef, self.block_tensor, self.table.bits, self.table.row),
+    def lamb_move_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0, rounding: Tensor | None = None) -> Any:
+        return arguments_of(
+            "lamb_move",
+            *(self.params, self.places, self.compensated, self.exp_avg_sq),
+            *(eps_inside_sqrt, self.coef),
             *(torch.tensor([skip], dtype=torch.int32), rounding),
         )
 
@@ -326,14 +339,15 @@ class Problem:
         deepspeed: bool = False,
         blend: bool = False,
         skip: int = 0,
-    ) -> tuple:
+    ) -> Any:
         blocks = self.layout.n_blocks
         fresh = self.normal(self.layout.numel).square() * 1e-2 if started else self.compensated
-        return (
-            *(self.params, self.layout.sizes, self.layout.block_size, self.exp_avg_bits, self.exp_avg_scale),
-            *(self.bytes(self.layout.world_size), self.normal(blocks).abs(), self.exp_avg_sq, fresh),
+        return arguments_of(
+            "lamb_ratio",
+            *(self.params, self.places, self.exp_avg),
+            *(Signs(self.bytes(self.layout.world_size), self.normal(blocks).abs()), self.exp_avg_sq, fresh),
             *(torch.tensor([started], dtype=torch.int32), eps_inside_sqrt, preconditioned, deepspeed),
-            *(self.coef, self.block_tensor, self.table.bits, self.table.row, torch.tensor([skip], dtype=torch.int32)),
+            *(self.coef, torch.tensor([skip], dtype=torch.int32)),
             torch.full((blocks,), torch.nan),
             torch.full((2, blocks), torch.nan, dtype=torch.float64) if blend else None,
         )
@@ -347,32 +361,31 @@ class Problem:
         bfloat16: bool = False,
     ) -> tuple:
         return (
-            *(self.layout.sizes, self.layout.block_size, self.compensated, self.exp_avg_sq),
-            *(eps_inside_sqrt, precondition, self.coef, self.block_tensor, dead_value, least, bfloat16),
+            *(self.places, self.compensated, self.exp_avg_sq),
+            *(eps_inside_sqrt, precondition, self.coef, dead_value, least, bfloat16),
         )
 
     def rewarm_arguments(self, eps_inside_sqrt: bool = False, precondition: bool = False) -> tuple:
-        return (*self.freeze_arguments(eps_inside_sqrt, precondition)[:-3], self.table.bits, self.table.row)
+        return self.freeze_arguments(eps_inside_sqrt, precondition)[:-3]
 
     def update_sums_arguments(self, x: Tensor | None, eps_inside_sqrt: bool = False) -> tuple:
-        return (
-            *(self.layout.sizes, self.layout.block_size, x, self.exp_avg_sq, eps_inside_sqrt, self.coef),
-            *(self.block_tensor, self.table.bits, self.table.row),
-        )
+        return (self.places, x, self.exp_avg_sq, eps_inside_sqrt, self.coef)
 
-    def lamb_rescale_arguments(self, deepspeed: bool = False, blend: bool = False, skip: int = 0) -> tuple:
+    def lamb_rescale_arguments(self, deepspeed: bool = False, blend: bool = False, skip: int = 0) -> Any:
         largest = self.normal(self.layout.n_blocks).abs() * 2
         norms = self.normal(2, self.layout.n_blocks).square().double() if blend else None
         started = torch.zeros(1, dtype=torch.int32)
-        return (
+        return arguments_of(
+            "lamb_rescale",
             *(largest, norms, self.layer_start, torch.tensor([skip], dtype=torch.int32), deepspeed, started),
             *(self.coef, self.layers),
         )
 
-    def lamb_follow_arguments(self, skip: int = 0) -> tuple:
+    def lamb_follow_arguments(self, skip: int = 0) -> Any:
         x_squares, scale = self.normal(2, self.layout.n_blocks).abs()
         update_squares = torch.rand(len(self.layout.sizes), generator=self._random) * 50
-        return (
+        return arguments_of(
+            "lamb_follow",
             *(x_squares * 100, scale, self.table.numel, self.layer_start, torch.tensor([skip], dtype=torch.int32)),
             *(self.coef, self.layers, update_squares),
         )
@@ -513,7 +526,7 @@ def freeze(
     p: Problem, m: Array, v: Array, inside: bool, precondition: bool, dead_value: Tensor | None, least: Tensor | None
 ) -> tuple[Array, Array]:
     """The compressed vector, as if nothing had been sent yet, and the frozen variance."""
-    owner = p.block_tensor.long()
+    owner = p.places.block_tensor.long()
     if dead_value is not None:
         v = np.where(v == 0, p.by_element(dead_value[owner]), v)
     if least is not None:

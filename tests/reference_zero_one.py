@@ -81,7 +81,7 @@ def rebuild_momentum(
 ) -> Array:
     """0/1 Adam, Algorithm 1, line 9, of a buffer that sums several steps; what has no variance has no momentum."""
     m = p.by_element(p.exp_avg_scale) * unpacked(p.exp_avg_bits)
-    owner = p.block_tensor.long()
+    owner = p.places.block_tensor.long()
     if summed is not None and mean_sq is not None:
         m = m * p.by_element((mean_sq[owner] > 0) / summed[owner])
     return np.where(p.live, m * denom(p, wide(p.exp_avg_sq), inside) if precondition else m, 0.0)

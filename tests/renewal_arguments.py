@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from op_arguments import arguments_of
 from torch import Tensor
 
 from fusedonebit.comm.squares import Rows
+from fusedonebit.triton_kernels import tell_squares
 from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.renewal import FACTORS, LEVELS, SUMS
 
@@ -25,15 +27,15 @@ def rows(p: Any, count: int, numbers: int) -> Rows:
     return made
 
 
-def tell_arguments(p: Any, factor: float | None = None, first_block: int = 0, updates: int = 3) -> tuple:
+def tell_arguments(p: Any, factor: float | None = None, first_block: int = 0, updates: int = 3) -> Any:
     places, scale = Projections.of(p.layout), None if factor is None else torch.tensor([factor])
     sent = rows(p, p.layout.world_size, places.width)
-    gradients = (p.grads, p.layout.sizes, p.layout.block_size, squares(p), scale, torch.tensor(updates))
-    where = (first_block, p.table.bits, p.table.row, places.share, places.place)
-    return (*gradients, *where, sent.logs, sent.tops, sent.numbers.clone())
+    gradients = (p.grads, p.places, squares(p), scale, torch.tensor(updates))
+    where = (first_block, places.share, places.place)
+    return arguments_of("tell_squares", *gradients, *where, sent.logs, sent.tops, sent.numbers.clone())
 
 
-def average_arguments(p: Any, workers: int = 3, rank: int = 0) -> tuple:
+def average_arguments(p: Any, workers: int = 3, rank: int = 0) -> Any:
     """Of what ``workers`` have told of the chunk of one rank; one of them may have told no number."""
     places, blocks = Projections.of(p.layout), p.layout.blocks_per_chunk
     arrived, own = rows(p, workers, places.width), slice(rank * blocks, (rank + 1) * blocks)
@@ -43,12 +45,14 @@ def average_arguments(p: Any, workers: int = 3, rank: int = 0) -> tuple:
     arrived.numbers.copy_(p.normal(*arrived.numbers.shape))
     arrived.numbers[-1, :1] = torch.inf
     served = rows(p, 1, SUMS * blocks)
-    where = (p.table.bits, p.table.row[own], places.share[own], places.place[own])
+    where = (places.share[own], places.place[own])
     told = (arrived.logs, arrived.tops, arrived.numbers)
-    return (p.layout.block_size, *told, *where, served.logs[0], served.tops[0], served.sums[0])
+    return arguments_of(
+        "average_squares", p.places.at(own), *told, *where, served.logs[0], served.tops[0], served.sums[0]
+    )
 
 
-def level_arguments(p: Any, flags: int = 0, absent: bool = False, wide: bool = False) -> tuple:
+def level_arguments(p: Any, flags: int = 0, absent: bool = False, wide: bool = False) -> Any:
     """Levels of tensors: the first is idle, the second waits, the last has no squares any more, and an infinite sum."""
     tensors, chunks = len(p.layout.sizes), p.layout.world_size
     sums = p.normal(chunks, SUMS, p.layout.blocks_per_chunk).abs()
@@ -69,7 +73,7 @@ def level_arguments(p: Any, flags: int = 0, absent: bool = False, wide: bool = F
     missing = torch.arange(tensors).remainder(3).eq(0).to(torch.uint8) if absent else None
     told = (sums, first, p.coef, steps, torch.tensor([flags], dtype=torch.int32), missing, 0.25)
     written = (torch.zeros(tensors).double(), torch.tensor([4], dtype=torch.int32), torch.zeros(FACTORS, tensors))
-    return (*told, levels, mean_sq, *written)
+    return arguments_of("renew_levels", *told, levels, mean_sq, *written)
 
 
 def renew_arguments(
@@ -79,24 +83,22 @@ def renew_arguments(
     writes: bool = True,
     inside: bool = False,
     half: bool = False,
-) -> tuple:
+) -> Any:
     """The worker's side, or a server's of the second chunk, or of what nothing was divided by."""
     tell = tell_arguments(p)
-    torch.ops.fusedonebit.tell_squares(*tell)
-    logs, tops = tell[-3], tell[-2]
+    tell_squares(*tell)
+    logs, tops = tell.logs, tell.tops
     v = torch.where(p.live_mask, p.exp_avg_sq, 0.0)
     v[: p.layout.block_size] = 0.0  # of a tensor that waits
     v = v.bfloat16() if half else v
     tables = p.normal(FACTORS, len(p.layout.sizes)).abs() * torch.tensor([[1.0], [0.1], [0.01]])
     tables[1, -1] = 0.0  # of a tensor whose v stays
     side = (p.compensated, p.worker_scale, torch.zeros_like(p.worker_scale)) if divided else (None,) * 3
-    bits = (p.exp_avg_bits, p.exp_avg_scale) if divided and not server else (None, None)
-    where = (p.block_tensor, v, logs, tops, tables, p.table.bits, p.table.row)
+    exp_avg = p.exp_avg if divided and not server else None
+    places, where = p.places, (v, logs, tops, tables)
     if server:
         blocks = slice(p.layout.blocks_per_chunk, 2 * p.layout.blocks_per_chunk)
         elements = slice(blocks.start * p.layout.block_size, blocks.stop * p.layout.block_size)
         side = (side[0][elements], *(each[blocks] for each in side[1:]))
-        where = (p.block_tensor[blocks], v[elements], logs[1:2], tops[1:2], tables, p.table.bits, p.table.row[blocks])
-    block_tensor, v, logs, tops, tables, live, row = where
-    how = (p.ternary, inside, p.coef)
-    return (p.layout.block_size, *side, *bits, *how, block_tensor, v, logs, tops, tables, live, row, writes)
+        places, where = p.places.at(blocks), (v[elements], logs[1:2], tops[1:2], tables)
+    return arguments_of("renew", places, *side, exp_avg, p.ternary, inside, p.coef, *where, writes)

@@ -170,10 +170,11 @@ def test_the_apply_counts_as_the_op_that_ends_a_step_does(flags, way):
     def make() -> tuple:
         made = advance_arguments(len(MANY), flags=flags, **way)
         p = problem(MANY, 2, 128)
-        return *p.apply_arguments(skip=flags), made.count, made.coefficients.steps
+        return p.apply_arguments(skip=flags)._replace(count=made.count, steps=made.coefficients.steps)
 
     assert_equal_backends("apply_momentum", make)
-    *_, count, steps = arguments = make()
+    arguments = make()
+    count, steps = arguments.count, arguments.steps
     apply_momentum(*arguments)
     _, after = run(len(MANY), flags=flags, **way)
     for ours, name in zip((*count[1:4], steps), ("updates", "number", "replays", "steps"), strict=True):

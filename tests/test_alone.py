@@ -199,7 +199,7 @@ SERVED = Numerics(serve_alone=True)
 def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
     params, optimizer = trained(kind, **ADAM, wire=wire, numerics=Numerics(precondition=False))
     assert not optimizer.reducer.serves
-    unit = optimizer.coefficient_table()[:, Coef.UNIT].double()[optimizer.reducer.block_tensor.long()]
+    unit = optimizer.coefficient_table()[:, Coef.UNIT].double()[optimizer.reducer.places.block_tensor.long()]
     for step in range(6, 9):
         before, m = whole(optimizer), optimizer.reducer.result().double()
         take(params, optimizer, range(step, step + 1))

@@ -25,7 +25,7 @@ def arguments_of(*given: object, sizes: tuple[int, ...] = SOME, world_size: int 
 
 
 def steps_of(arguments: tuple) -> Tensor:
-    k = arguments[3][arguments[4].long()]
+    k = arguments.coef[arguments.block_tensor.long()]
     return k[:, Coef.LR] * k[:, Coef.GLOBAL_RATIO] * 3.0
 
 
@@ -57,7 +57,7 @@ def test_it_gives_the_same_bits_again_and_leaves_its_scratch_at_zero(backend):
     for _ in range(3):
         with using(backend):
             close_round(*arguments)
-        assert int(arguments[14]) == int(arguments[15]) == 0
+        assert int(arguments.total) == int(arguments.ticket) == 0
         runs.append([t.clone() for t in arguments[9:14]])
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
@@ -70,7 +70,7 @@ def test_signs_go_eta_s_and_bound_what_is_left_where_anything_moves(limit):
     close_round(*arguments)
     eta_s = steps_of(arguments)
     assert int(flags) == 0
-    assert int(folded(digest)) == int(checksum_of(arguments[2], *arguments[16:]))
+    assert int(folded(digest)) == int(checksum_of(arguments.summed, *arguments[16:]))
     assert torch.equal(scale, eta_s)
     assert torch.equal(taken, eta_s)
     assert torch.equal(bound, torch.where(eta_s > 0, eta_s * limit, torch.inf))
@@ -83,7 +83,7 @@ def test_of_floats_nothing_is_taken_but_all_that_exceeds_the_bound(most):
     arguments = arguments_of(False, most=most)
     _, taken, bound, digest, _ = arguments[9:14]
     close_round(*arguments)
-    assert int(folded(digest)) == int(checksum_of(arguments[2], *arguments[16:]))
+    assert int(folded(digest)) == int(checksum_of(arguments.summed, *arguments[16:]))
     assert not taken.any()
     assert (bound == most).all()
 
@@ -98,7 +98,7 @@ def test_a_header_that_differs_or_has_a_flag_skips_the_round_and_flags_are_clear
         words[1, word] += 1
     own[Word.FLAGS] = flag
     scale, taken, bound, _, flags = arguments[9:14]
-    expected, before = int(agreed_flags(words, own, arguments[8])), words.clone()
+    expected, before = int(agreed_flags(words, own, arguments.hold)), words.clone()
     close_round(*arguments)
     assert int(flags) == expected != 0
     assert not scale.any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from backends import assert_equal_backends
@@ -92,7 +94,7 @@ def test_what_is_written_over_a_parameter_is_off_by_half_a_unit_at_most(value, s
 # ---------------------------------------------------------------- kernels
 
 
-def arguments(op: str, kept: torch.dtype, step: int, sizes=SIZES, dtypes=(torch.bfloat16,), skip=0, **how) -> tuple:
+def arguments(op: str, kept: torch.dtype, step: int, sizes=SIZES, dtypes=(torch.bfloat16,), skip=0, **how) -> Any:
     """An op's arguments, with corrections of any size of all bfloat16 parameters, also of masked ones."""
     p = Problem(sizes, 2, 128, **how)
     p.params = [x.to(dtypes[i % len(dtypes)]) for i, x in enumerate(p.params)]
@@ -105,8 +107,11 @@ def arguments(op: str, kept: torch.dtype, step: int, sizes=SIZES, dtypes=(torch.
     rounding = None if kept is INT16 else torch.tensor(step)
     if op == "apply_momentum":
         first = p.apply_arguments(p.exp_avg_sq, skip=skip, rounding=rounding)
-        return *first, None, None, correction
-    return *p.update_arguments(skip, False, rounding), *p.flags_found(), None, None, correction
+        return first._replace(correction=correction)
+    found, found_before = p.flags_found()
+    return p.update_arguments(skip, False, rounding)._replace(
+        found=found, found_before=found_before, correction=correction
+    )
 
 
 @pytest.mark.kernels
@@ -128,10 +133,10 @@ def test_a_kernel_moves_masters_beside_codes_and_gradients_that_do_not_count_as_
         p.compensated, p.exp_avg_sq = (
             in_fewer_bits(x, octaves[i], signed=i == 0) for i, x in enumerate((p.compensated, p.exp_avg_sq))
         )
-        given = with_uncounted(p, p.update_arguments(0, False, torch.tensor(3)))
-        if kept is INT16:
-            given = (*given[:12], None, *given[13:])
-        return *given, torch.tensor(12_345), octaves, torch.full((p.layout.numel,), -77, dtype=kept)
+        rounding = None if kept is INT16 else torch.tensor(3)
+        given = with_uncounted(p, p.update_arguments(0, False, rounding))
+        correction = torch.full((p.layout.numel,), -77, dtype=kept)
+        return given._replace(drawn=torch.tensor(12_345), octaves=octaves, correction=correction)
 
     assert_equal_backends("adam_update", make)
 
@@ -142,10 +147,11 @@ def test_a_kernel_moves_masters_beside_codes_and_gradients_that_do_not_count_as_
 def test_a_kernel_parts_nan_infinity_and_the_largest_as_eager(op, kept):
     def make() -> tuple:
         given = arguments(op, kept, 4, (300,))
-        given[0][0][:7] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40, 0.0]).bfloat16()
-        given[-1][:300:3] = torch.iinfo(kept).min
+        given.params[0][:7] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40, 0.0]).bfloat16()
+        given.correction[:300:3] = torch.iinfo(kept).min
         # The NaN that GPUs make: a carry would make -0.0 of it.
-        given[4].view(torch.int32)[{"adam_update": 200, "apply_momentum": 1}[op]] = 0x7FFFFFFF
+        held, at = (given.exp_avg, 200) if op == "adam_update" else (given.exp_avg.scale, 1)
+        held.view(torch.int32)[at] = 0x7FFFFFFF
         return given
 
     assert_equal_backends(op, make)
@@ -156,15 +162,15 @@ def test_a_kernel_parts_nan_infinity_and_the_largest_as_eager(op, kept):
 def test_masters_are_moved_by_the_rule_for_float32_parameters(op, kept):
     given = arguments(op, kept, 9, **MASKED)
     layout = Problem(SIZES, 2, 128).layout
-    parts = [given[-1][layout.offset(i) : layout.offset(i) + n] for i, n in enumerate(SIZES)]
-    masters = [join(p.float(), low) for p, low in zip(given[0], parts, strict=True)]
+    parts = [given.correction[layout.offset(i) : layout.offset(i) + n] for i, n in enumerate(SIZES)]
+    masters = [join(p.float(), low) for p, low in zip(given.params, parts, strict=True)]
     before = [m.clone() for m in masters]
     plain = arguments(op, kept, 9, **MASKED)
     with using("plain"):
-        getattr(triton_kernels, op)(masters, *plain[1:-1], None)
+        getattr(triton_kernels, op)(*plain._replace(params=masters, correction=None))
         getattr(triton_kernels, op)(*given)
     moved = False
-    for i, (p, low) in enumerate(zip(given[0], parts, strict=True)):
+    for i, (p, low) in enumerate(zip(given.params, parts, strict=True)):
         off = bits(join(p.float(), low)) - bits(masters[i])
         assert (off.abs() < 256).all()
         assert kept is INT8 or not off.any()
@@ -179,5 +185,5 @@ def test_elements_that_no_mask_lets_move_keep_their_corrections(op, backend):
     with using(backend):
         getattr(triton_kernels, op)(*given)
     live = Problem(SIZES, 2, 128, **MASKED).live_mask
-    assert torch.equal(given[-1][~live], before[-1][~live])
-    assert not torch.equal(given[-1][live], before[-1][live])
+    assert torch.equal(given.correction[~live], before.correction[~live])
+    assert not torch.equal(given.correction[live], before.correction[live])

@@ -56,9 +56,9 @@ def test_apply_momentum_adds_all_bits_to_the_digest_of_their_part(ternary, parts
     assert_equal_backends("apply_momentum", make)
     arguments = make()
     apply_momentum(*arguments)
-    rows = np.ascontiguousarray(arguments[3].numpy()).reshape(parts, -1).astype(object)
+    rows = np.ascontiguousarray(arguments.exp_avg.bits.numpy()).reshape(parts, -1).astype(object)
     expected = [2**63 - 5 + sum(int(byte) << 8 * (j % 8) for j, byte in enumerate(row)) for row in rows]
-    assert [n % 2**64 for n in arguments[13].tolist()] == [n % 2**64 for n in expected]
+    assert [n % 2**64 for n in arguments.digest.tolist()] == [n % 2**64 for n in expected]
 
 
 def steps(

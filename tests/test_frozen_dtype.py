@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedonebit import dcp
 from fusedonebit.comm import Transport
-from fusedonebit.triton_kernels import Coef, live_table, update_sums
+from fusedonebit.triton_kernels import Coef, update_sums
 
 SIZES = (300, 0, 5, 2048, 129)
 HALF: dict[str, Any] = {"frozen_dtype": torch.bfloat16}
@@ -81,10 +81,9 @@ def test_the_guard_reads_it_as_it_reads_float32(name, precondition):
     optimizer = ONEBIT[name](params(), 1e-3, freeze_step=4, precondition=precondition, **HALF)
     train(optimizer, range(8))
     assert optimizer.phase == "compression"
-    arguments = [optimizer.layout.sizes, optimizer.layout.block_size, None]
-    table, tensors = live_table(optimizer.layout), optimizer.layout.block_tensor()
-    rest = [False, torch.rand(len(optimizer.layout.sizes), len(Coef)), tensors, table.bits, table.row]
-    half, wide = (update_sums(*arguments, v, *rest) for v in (optimizer.exp_avg_sq, optimizer.exp_avg_sq.float()))
+    places, coef = optimizer.places, torch.rand(len(optimizer.layout.sizes), len(Coef))
+    v = optimizer.exp_avg_sq
+    half, wide = (update_sums(places, None, each, False, coef) for each in (v, v.float()))
     assert torch.equal(half, wide)
     assert half.sum() > 0
 

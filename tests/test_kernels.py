@@ -9,6 +9,7 @@ import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_arguments import made
 from optimizers import PAPER, objects
 from ranks import run_ranks
 from reference_ops import Problem
@@ -160,25 +161,24 @@ def test_a_server_whose_scales_are_no_measured_ones_writes_the_header_that_finis
     step = None if counter is None else torch.tensor(counter, dtype=torch.int32)
 
     def make(*header) -> tuple:
-        arguments = list(problem((3000, 70), 4, 128).server_arguments(skip=flags, hold=hold))
-        arguments[6] = torch.empty(0)
-        return *arguments, *header
+        arguments = problem((3000, 70), 4, 128).server_arguments(skip=flags, hold=hold)
+        return made("server_reduce", (*arguments._replace(compensated=torch.empty(0)), *header))
 
     def given() -> tuple:
         return own.clone(), number, None if step is None else step.clone(), tag
 
     assert_equal_backends("server_reduce", lambda: make(*given()))
     alone, together = make(), make(*given())
-    torch.ops.fusedonebit.server_reduce(*alone)
-    torch.ops.fusedonebit.server_reduce(*together)
+    triton_kernels.server_reduce(*alone)
+    triton_kernels.server_reduce(*together)
     written, nothing = own.clone(), torch.zeros(0, dtype=torch.int64)
-    digest = torch.tensor([unfolded(int(alone[3][Word.DIGEST]))])
+    digest = torch.tensor([unfolded(int(alone.own_words[Word.DIGEST]))])
     triton_kernels.finish(
         *(torch.zeros(2, 6, dtype=torch.float64), Segments.of(nothing, torch.ones(6)), 2),
         *(torch.zeros(6, dtype=torch.int32), torch.ones(1, 6), written),
-        *(Header(number, step, False, tag, 0, alone[13].clone()), digest, torch.tensor([hold]).int()),
+        *(Header(number, step, False, tag, 0, alone.flags.clone()), digest, torch.tensor([hold]).int()),
     )
-    assert torch.equal(together[15], written)
+    assert torch.equal(together.header, written)
     for one, other in zip(tensors(alone), tensors(together), strict=False):
         assert torch.equal(one.isnan(), other.isnan())
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -187,16 +187,15 @@ def test_a_server_whose_scales_are_no_measured_ones_writes_the_header_that_finis
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_server_that_keeps_nothing_equals_eager_and_one_without_residual(world_size):
     def make() -> tuple:
-        arguments = list(problem((3000, 70), world_size, 128).server_arguments())
-        arguments[6] = torch.empty(0)
-        return tuple(arguments)
+        return problem((3000, 70), world_size, 128).server_arguments()._replace(compensated=torch.empty(0))
 
     assert_equal_backends("server_reduce", make)
-    without, kept = make(), list(make())
-    kept[6], kept[7] = torch.zeros(len(kept[7]) * 128), torch.zeros_like(kept[7])
+    without, scale = make(), make().server_scale
+    kept = make()._replace(compensated=torch.zeros(len(scale) * 128), server_scale=torch.zeros_like(scale))
     for arguments in (without, kept):
-        torch.ops.fusedonebit.server_reduce(*arguments)
-    assert all(torch.equal(without[i], kept[i]) for i in (10, 11))
+        triton_kernels.server_reduce(*arguments)
+    assert torch.equal(without.bits, kept.bits)
+    assert torch.equal(without.partials, kept.partials)
 
 
 @pytest.mark.long(but=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import reference_ops as reference
@@ -39,15 +41,15 @@ def check_lamb_ratio(
     preconditioned: bool = False,
     deepspeed: bool = False,
     blend: bool = False,
-) -> tuple:
+) -> Any:
     arguments = p.lamb_ratio_arguments(started, inside, preconditioned, deepspeed, blend)
     check_lamb_ratio_arguments(p, arguments)
     return arguments
 
 
-def check_lamb_ratio_arguments(p: Problem, arguments: tuple) -> None:
-    _, _, block, bits, scale, last_bits, last_scale, frozen, fresh, started, inside, *_ = arguments
-    preconditioned, deepspeed = arguments[11:13]
+def check_lamb_ratio_arguments(p: Problem, arguments: Any) -> None:
+    _, places, (bits, scale), (last_bits, last_scale), frozen, fresh, started, inside, *_ = arguments
+    preconditioned, deepspeed, block = arguments.preconditioned, arguments.deepspeed, places.block_size
     *_, largest, norms = arguments
     frozen64, held = wide(frozen), wide(fresh)
     per_unit = reference.denom(p, frozen64, inside) if preconditioned else None
@@ -104,9 +106,9 @@ def test_lamb_ratio_of_momentum_in_units_of_one_over_denom_is_that_of_the_moment
         p.exp_avg_sq.fill_(0.25), p.coef[:, Coef.EPS].fill_(0.5), p.coef[:, Coef.RSQRT_BIAS2].fill_(3.0)  # denom = 2
         arguments = p.lamb_ratio_arguments(1, False, preconditioned, blend=True)
         if preconditioned:
-            arguments[4].div_(2.0), arguments[6].div_(2.0)
+            arguments.exp_avg.scale.div_(2.0), arguments.last.scale.div_(2.0)
         ops.lamb_ratio(*arguments)
-        outcomes.append([arguments[8], *arguments[-2:]])
+        outcomes.append([arguments.fresh, *arguments[-2:]])
     assert equal_copies(*outcomes)
 
 
@@ -120,8 +122,8 @@ def test_lamb_ratio_counts_no_masked_or_excluded_element(block, world_size, live
             p = Problem(MIXED, world_size, block, **live)
             arguments = check_lamb_ratio(p, started, deepspeed=deepspeed, blend=True)
             nothing = ~p.live.reshape(-1, block).any(1)
-            assert not arguments[-2][torch.from_numpy(nothing)].any()
-            assert not arguments[-1][:, torch.from_numpy(nothing)].any()
+            assert not arguments.largest[torch.from_numpy(nothing)].any()
+            assert not arguments.norms[:, torch.from_numpy(nothing)].any()
 
 
 @pytest.mark.parametrize("junk", [3.0, torch.nan, torch.inf])
@@ -133,9 +135,9 @@ def test_what_does_not_count_enters_no_ratio_and_no_norm(junk):
                 p = Problem(MIXED, 3, masks=MASKS, excluded=[2])
                 arguments = p.lamb_ratio_arguments(started, False, False, deepspeed, True)
                 p.params[0][0] = p.params[2][5] = value
-                arguments[7][~p.live_mask] = arguments[8][~p.live_mask] = value
+                arguments.exp_avg_sq[~p.live_mask] = arguments.fresh[~p.live_mask] = value
                 ops.lamb_ratio(*arguments)
-                outcomes.append([arguments[8], *arguments[-2:]])
+                outcomes.append([arguments.fresh, *arguments[-2:]])
             assert equal_copies(*outcomes)
 
 
@@ -145,8 +147,8 @@ def test_a_coordinate_without_frozen_variance_has_ratio_zero_in_the_paper_and_on
         p.exp_avg_sq[:128] = 0.0  # of the first tensor all, of the second half, of the third none
         p.exp_avg_sq[128:192] = 0.0
         arguments = check_lamb_ratio(p, 1, deepspeed=deepspeed)
-        assert (arguments[8] > 0).all()
-        assert [x > 0 for x in arguments[-2].tolist()] == [deepspeed, True, True]
+        assert (arguments.fresh > 0).all()
+        assert [x > 0 for x in arguments.largest.tolist()] == [deepspeed, True, True]
 
 
 @pytest.mark.parametrize("frozen", [0.0, 1e-45])
@@ -154,10 +156,10 @@ def test_a_fresh_variance_of_zero_gives_an_infinite_ratio_that_is_clipped(frozen
     p = Problem((100, 100))
     arguments = p.lamb_ratio_arguments(1)
     p.exp_avg_sq[:128] = frozen
-    arguments[4].zero_(), arguments[6].zero_(), arguments[8][:128].zero_()
+    arguments.exp_avg.scale.zero_(), arguments.last.scale.zero_(), arguments.fresh[:128].zero_()
     check_lamb_ratio_arguments(p, arguments)
-    largest = arguments[-2]
-    assert not arguments[8][:128].any()
+    largest = arguments.largest
+    assert not arguments.fresh[:128].any()
     assert largest[0] == (torch.inf if frozen else 0.0)
     _, norms, *rest, layers = p.lamb_rescale_arguments()
     layers[Layer.RATIO] = 1.0
@@ -172,13 +174,13 @@ def test_a_first_step_takes_the_momentum_in_full_precision_and_later_ones_the_bi
     p.coef[:, Coef.UNIT] = 1.0
     first = p.lamb_ratio_arguments(0)
     check_lamb_ratio_arguments(p, first)
-    second = (*first[:9], torch.ones(1, dtype=torch.int32), *first[10:])
-    v = wide(second[8])
+    second = first._replace(started=torch.ones(1, dtype=torch.int32))
+    v = wide(second.fresh)
     # The same momentum once more: g = m.
     check_lamb_ratio_arguments(p, second)
     m = p.by_element(p.exp_avg_scale)
     expected = p.column(Coef.BETA2) * v + p.column(Coef.ONE_MINUS_BETA2) * m * m
-    np.testing.assert_allclose(wide(second[8]), np.where(p.live, expected, 0.0), rtol=1e-4)
+    np.testing.assert_allclose(wide(second.fresh), np.where(p.live, expected, 0.0), rtol=1e-4)
 
 
 # ---------------------------------------------------------------- lamb_rescale
@@ -210,7 +212,7 @@ def test_lamb_rescale_is_its_formula(sizes, block, world_size, blend, deepspeed)
         arguments = p.lamb_rescale_arguments(deepspeed, blend)
         if seed > 1:  # nothing limits the change: the range and the blend show
             p.coef[:, Coef.R_THRESHOLD] = 100.0
-            arguments[0].mul_(10.0 ** (seed - 3))
+            arguments.largest.mul_(10.0 ** (seed - 3))
         check_lamb_rescale(p, arguments)
 
 
@@ -223,8 +225,8 @@ def test_the_order_of_the_two_limits(found, last, paper, deepspeed):
         p = Problem((128,))
         p.coef[:, Coef.R_MIN], p.coef[:, Coef.R_MAX], p.coef[:, Coef.R_THRESHOLD] = 0.5, 4.0, 0.5
         arguments = p.lamb_rescale_arguments(variant)
-        arguments[0].fill_(found)
-        arguments[-1][Layer.RATIO] = last
+        arguments.largest.fill_(found)
+        arguments.layers[Layer.RATIO] = last
         assert check_lamb_rescale(p, arguments)[Layer.RATIO].item() == expected
 
 
@@ -233,8 +235,8 @@ def test_the_blend_replaces_the_share_of_the_weight_decay_by_one():
         p = Problem((128,))
         p.coef[:, Coef.R_THRESHOLD], p.coef[:, Coef.R_MAX] = 100.0, 9.0
         arguments = p.lamb_rescale_arguments(deepspeed=True, blend=True)
-        arguments[0].fill_(2.0)
-        arguments[1][:, 0] = torch.tensor([adam**2, u**2])
+        arguments.largest.fill_(2.0)
+        arguments.norms[:, 0] = torch.tensor([adam**2, u**2])
         assert check_lamb_rescale(p, arguments)[Layer.RATIO].item() == expected
 
 
@@ -243,8 +245,8 @@ def test_the_blend_replaces_the_share_of_the_weight_decay_by_one():
 def test_a_layer_without_a_ratio_keeps_its_own(blend, deepspeed):
     p = Problem(MIXED, 2)  # the second tensor is empty
     arguments = p.lamb_rescale_arguments(deepspeed, blend)
-    arguments[0][p.layout.first_block[2]] = 0.0
-    last = arguments[-1][Layer.RATIO].fill_(0.01).clone()  # outside of its range: not even that is enforced
+    arguments.largest[p.layout.first_block[2]] = 0.0
+    last = arguments.layers[Layer.RATIO].fill_(0.01).clone()  # outside of its range: not even that is enforced
     layers = check_lamb_rescale(p, arguments)
     kept = layers[Layer.RATIO] == last
     assert [bool(kept[1]), bool(kept[2])] == [True, True]
@@ -284,7 +286,7 @@ def test_lamb_follow_is_its_formula(sizes, block, world_size):
     for seed in range(4):
         p = Problem(sizes, world_size, block, seed=seed)
         arguments = p.lamb_follow_arguments()
-        arguments[1].mul_(10.0 ** (seed - 2))
+        arguments.scale.mul_(10.0 ** (seed - 2))
         check_lamb_follow(p, arguments)
 
 
@@ -293,7 +295,7 @@ def test_a_layer_that_moves_farther_than_its_mean_is_held_back_and_one_that_move
         p = Problem((128,))
         p.coef[:, Coef.C_MIN], p.coef[:, Coef.C_MAX], p.coef[:, Coef.UNIT] = 1e-6, 1e6, 1.0
         arguments = p.lamb_follow_arguments()
-        arguments[0].fill_(1.0), arguments[1].fill_(size)
+        arguments.x_squares.fill_(1.0), arguments.scale.fill_(size)
         share, _ = check_lamb_follow(p, arguments)
         assert (share.item() < 1) == held
 
@@ -302,7 +304,7 @@ def test_a_group_without_adaptation_moves_as_adam_does():
     p = Problem(MIXED, 2)
     p.coef[:, Coef.C_MIN] = p.coef[:, Coef.C_MAX] = p.coef[:, Coef.UNIT] = 1.0
     arguments = p.lamb_follow_arguments()
-    arguments[1].mul_(1e4)
+    arguments.scale.mul_(1e4)
     share, c = check_lamb_follow(p, arguments)
     assert share.tolist() == c.tolist() == [1.0] * len(MIXED)
 
@@ -310,11 +312,11 @@ def test_a_group_without_adaptation_moves_as_adam_does():
 def test_a_layer_that_did_not_move_keeps_its_mean_and_one_without_a_mean_takes_the_first():
     p = Problem((100, 100), 1)
     arguments = p.lamb_follow_arguments()
-    arguments[1][0], arguments[-1][1] = 0.0, 0.0
-    before = arguments[-1].clone()
+    arguments.scale[0], arguments.update_squares[1] = 0.0, 0.0
+    before = arguments.update_squares.clone()
     check_lamb_follow(p, arguments)
-    assert arguments[-1][0] == before[0] > 0
-    assert arguments[-1][1] > 0
+    assert arguments.update_squares[0] == before[0] > 0
+    assert arguments.update_squares[1] > 0
 
 
 @pytest.mark.parametrize("sizes", [(0,), (0, 0), (0, 5, 0)])
@@ -335,7 +337,7 @@ def test_square_sums_are_those_of_each_block(sizes, block, world_size):
     p = Problem(sizes, world_size, block)
     x = p.compensated.clone()
     x[~p.live_mask] = 7.0
-    sums = ops.square_sums(p.layout.sizes, block, x, p.table.bits, p.table.row)
+    sums = ops.square_sums(p.places, x)
     blocks = p.layout.first_block[-1]
     expected = (wide(p.compensated) ** 2).reshape(-1, block).sum(1)
     np.testing.assert_allclose(sums[:blocks], expected[:blocks], rtol=1e-13)

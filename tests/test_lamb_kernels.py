@@ -83,7 +83,7 @@ def test_lamb_coefficient_equals_eager(sizes, world_size, deepspeed):
             if case == "zero":
                 p.coef[:, Coef.C_MIN] = 1.5
             arguments = p.lamb_coefficient_arguments(deepspeed, skip=int(case == "skip"))
-            norms = arguments[0]
+            norms = arguments.norms
             norms[0] *= {"small x": 1e-3, "zero": 0.0}.get(case, 1.0)
             return arguments
 
@@ -141,9 +141,9 @@ def test_lamb_ratio_of_dead_tiny_and_special_numbers_equals_eager(way):
         p.exp_avg_scale[2:5] = 0.0  # and the last momentum: the gradient is zero there
         put_special([p.params[0], p.params[3]])
         arguments = p.lamb_ratio_arguments(*way)
-        arguments[6][2:5] = 0.0
-        arguments[8][::3] = 0.0  # 1e-45/0 and 0/0
-        arguments[8][1::3] *= 1e30
+        arguments.last.scale[2:5] = 0.0
+        arguments.fresh[::3] = 0.0  # 1e-45/0 and 0/0
+        arguments.fresh[1::3] *= 1e30
         return arguments
 
     assert_equal_backends("lamb_ratio", make)
@@ -162,9 +162,9 @@ def test_lamb_rescale_equals_eager(sizes, world_size):
                     p.coef[:, Coef.R_THRESHOLD] = 100.0
                 arguments = p.lamb_rescale_arguments(deepspeed, blend)
                 if case in ("infinite", "none"):
-                    arguments[0][::2] = torch.inf if case == "infinite" else 0.0
+                    arguments.largest[::2] = torch.inf if case == "infinite" else 0.0
                 if blend and case == "none":
-                    arguments[1][1] = 0.0
+                    arguments.norms[1] = 0.0
                 return arguments
 
             assert_equal_backends("lamb_rescale", make)
@@ -178,9 +178,9 @@ def test_lamb_follow_equals_eager(sizes, world_size):
 
         def make(size=size) -> tuple:
             arguments = problem(sizes, world_size, 128).lamb_follow_arguments()
-            arguments[1].mul_(size)
-            arguments[0][::3] = 0.0
-            arguments[-1][::2] = 0.0
+            arguments.scale.mul_(size)
+            arguments.x_squares[::3] = 0.0
+            arguments.update_squares[::2] = 0.0
             return arguments
 
         assert_equal_backends("lamb_follow", make)
@@ -196,26 +196,26 @@ def test_a_skipped_lamb_rescale_changes_no_bit():
 
 def a_nan_norm(p: Problem) -> tuple:
     arguments = p.lamb_coefficient_arguments()
-    arguments[0][0, 0] = torch.nan
+    arguments.norms[0, 0] = torch.nan
     return arguments
 
 
 def a_nan_norm_to_blend(p: Problem) -> tuple:
     arguments = p.lamb_rescale_arguments(deepspeed=True, blend=True)
-    arguments[1][1, 0] = torch.nan
+    arguments.norms[1, 0] = torch.nan
     return arguments
 
 
 def an_infinite_scale(p: Problem) -> tuple:
     arguments = p.lamb_follow_arguments()
-    arguments[1][0] = torch.inf
+    arguments.scale[0] = torch.inf
     return arguments
 
 
 def an_infinite_variance(p: Problem) -> tuple:
     p.exp_avg_sq[3] = torch.inf
     arguments = p.lamb_ratio_arguments()
-    arguments[8][3] = torch.inf
+    arguments.fresh[3] = torch.inf
     return arguments
 
 

@@ -7,6 +7,7 @@ import pytest
 import reference_ops as reference
 import torch
 from backends import tensors
+from op_arguments import flat
 from reference_ops import EPS32, Problem, wide
 from test_ops_reduce_and_update import check_moved, every_size, same_bits
 from torch import Tensor
@@ -81,12 +82,14 @@ def test_an_op_writes_all_that_its_schema_says_and_nothing_else(name, options):
         chosen |= {"deepspeed": bool(options), "blend": bool(options), "started": options}
     arguments = getattr(p, f"{name}_arguments")(**chosen)
     if name == "lamb_update":
-        arguments = (*arguments, *p.flags_found(), None, None)
-        arguments[1][-1].fill_(torch.nan)
+        found, found_before = p.flags_found()
+        arguments = arguments._replace(found=found, found_before=found_before, octaves=None)
+        arguments.grads[-1].fill_(torch.nan)
     if name == "lamb_move":
-        arguments = (*arguments, None)
+        arguments = arguments._replace(octaves=None)
+    arguments = flat(name, arguments)
     before = [copies((argument,)) for argument in arguments]
-    getattr(ops, name)(*arguments)
+    getattr(torch.ops.fusedonebit, name)(*arguments)
     for specified, old, argument in zip(
         getattr(torch.ops.fusedonebit, name).default._schema.arguments, before, arguments, strict=True
     ):
@@ -102,7 +105,7 @@ def test_an_op_writes_all_that_its_schema_says_and_nothing_else(name, options):
 def check_lamb_update(p: Problem, inside: bool, sums: bool = True) -> None:
     arguments = p.lamb_update_arguments(inside, sums=sums)
     params = copies((p.params,))
-    grad, v_sums, norms = p.flat(arguments[1]), arguments[-2], arguments[-1]
+    grad, v_sums, norms = p.flat(arguments.grads), arguments.exp_avg_sq_sums, arguments.norms
     old_m = wide(p.compensated)
     m, v, x, u, bound = reference.lamb_update(p, grad, old_m, wide(p.exp_avg_sq), inside)
     ops.lamb_update(*arguments)
@@ -142,11 +145,11 @@ def test_masked_elements_of_any_value_enter_no_norm():
         p = Problem(MIXED, masks=MASKS)
         p.params[0][0] = p.params[4][128] = value
         arguments = p.lamb_update_arguments()
-        arguments[1][0][0] = value
+        arguments.grads[0][0] = value
         p.exp_avg_sq[~p.live_mask], p.compensated[~p.live_mask] = 0.0, value
         ops.lamb_update(*arguments)
         p.compensated[~p.live_mask] = 0.0
-        outcomes.append((p.compensated, p.exp_avg_sq, arguments[-2], arguments[-1]))
+        outcomes.append((p.compensated, p.exp_avg_sq, arguments.exp_avg_sq_sums, arguments.norms))
     for other in outcomes[1:]:
         assert equal_copies(list(other), list(outcomes[0]))
 
@@ -157,9 +160,9 @@ def test_no_variance_yet_divides_by_eps():
         p.compensated.fill_(0.5), p.exp_avg_sq.zero_(), p.params[0].zero_()
         p.coef[:, Coef.BETA1], p.coef[:, Coef.UNBIAS1], p.coef[:, Coef.EPS] = 1.0, 1.0, 0.25
         arguments = p.lamb_update_arguments(inside)
-        arguments[1][0].zero_()
+        arguments.grads[0].zero_()
         ops.lamb_update(*arguments)
-        assert arguments[-1][:, 0].tolist() == [0.0, 5 * (1.0 if inside else 2.0) ** 2]
+        assert arguments.norms[:, 0].tolist() == [0.0, 5 * (1.0 if inside else 2.0) ** 2]
 
 
 # ---------------------------------------------------------------- lamb_coefficient
@@ -184,7 +187,7 @@ def test_lamb_coefficient_is_its_formula(sizes, block, world_size, deepspeed):
     for seed in range(3):
         p = Problem(sizes, world_size, block, seed=seed)
         arguments = p.lamb_coefficient_arguments(deepspeed)
-        arguments[0][0] *= 10.0 ** (seed - 1)  # both bounds are met
+        arguments.norms[0] *= 10.0 ** (seed - 1)  # both bounds are met
         check_lamb_coefficient(p, arguments)
 
 
@@ -195,7 +198,7 @@ def test_a_zero_norm_gives_a_coefficient_of_one_whatever_the_bounds(zero, deepsp
         p = Problem(MIXED, 2)
         p.coef[:, Coef.C_MIN], p.coef[:, Coef.C_MAX] = bounds
         arguments = p.lamb_coefficient_arguments(deepspeed)
-        arguments[0][{"x": slice(0, 1), "u": slice(1, 2), "both": slice(0, 2)}[zero]] = 0.0
+        arguments.norms[{"x": slice(0, 1), "u": slice(1, 2), "both": slice(0, 2)}[zero]] = 0.0
         layers = check_lamb_coefficient(p, arguments)
         assert layers[Layer.COEFFICIENT].tolist() == [1.0] * 5
 
@@ -213,12 +216,12 @@ def test_only_deepspeed_leaves_a_coefficient_of_one_out_of_the_average(cause):
         p = Problem(MIXED)
         arguments = p.lamb_coefficient_arguments(deepspeed)
         if cause == "zero norm":
-            arguments[0][1] = 0.0
+            arguments.norms[1] = 0.0
         elif cause == "bounds":
             p.coef[:, [Coef.C_MIN, Coef.C_MAX]] = 1.0
         else:
-            arguments[0][1] = arguments[0][0]
-        average = arguments[-1][Layer.AVERAGE].clone()
+            arguments.norms[1] = arguments.norms[0]
+        average = arguments.layers[Layer.AVERAGE].clone()
         layers = check_lamb_coefficient(p, arguments)
         assert layers[Layer.COEFFICIENT].tolist() == [1.0] * 5
         assert torch.equal(layers[Layer.AVERAGE], average) == deepspeed

@@ -113,8 +113,9 @@ def test_it_lets_rho_tell_noise_from_signal():
                 p.exp_avg_sq[:size] = 1 - 0.99 ** (t + 1)
                 arguments = tell_arguments(p, updates=t)
                 tell_level(*arguments)
-                sums = torch.segment_reduce(arguments[-2][: int(counts.sum())], "sum", lengths=torch.tensor(lengths))
-                told += torch.cat([sums, arguments[-1].sum().reshape(1)])
+                own = arguments.projections[: int(counts.sum())]
+                sums = torch.segment_reduce(own, "sum", lengths=torch.tensor(lengths))
+                told += torch.cat([sums, arguments.sums.sum().reshape(1)])
             nothing = torch.zeros(1, dtype=torch.int32)
             where = (torch.tensor(first, dtype=torch.int32), world_size, coef, torch.tensor([float(t)]).double())
             follow_level(told, *where, nothing, None, levels, rho)

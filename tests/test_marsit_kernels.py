@@ -16,7 +16,7 @@ from reference_ops import Problem
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedonebit import MarsitAdam, MarsitSGD
+from fusedonebit import MarsitAdam, MarsitSGD, triton_kernels
 from fusedonebit.comm import SimulatedGroup, SimulatedTransport
 from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, merge_signs, pick_owned, using
 from fusedonebit.triton_kernels.block_io import NONFINITE
@@ -26,7 +26,6 @@ from fusedonebit.triton_kernels.marsit_signs import bernoulli, threshold_of
 pytestmark = pytest.mark.kernels
 
 KINDS = ("plain", "sgd", "adam")
-WORDS = -5  # of ``local_arguments``
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (20_000,), (300, 0, 5, 2048, 129)]
 THRESHOLDS = [*map(threshold_of, range(2, 10)), 1, 3 << 30, (1 << 31) - 1, (1 << 31) + 1, (1 << 32) - 1]
 BOTH = pytest.mark.parametrize("backend", ["plain", "triton"])
@@ -69,9 +68,9 @@ def test_local_update_of_bad_gradients_equals_eager_and_tells_the_chunk(kind, dt
         assert_equal_backends("local_update", make)
         arguments = make()
         with using("triton"):
-            torch.ops.fusedonebit.local_update(*arguments)
+            triton_kernels.local_update(*arguments)
         found = 0 if hold else NONFINITE
-        assert arguments[WORDS][:, Word.FLAGS].tolist() == [found | Flag.ABORT, *[Flag.ABORT] * 2]
+        assert arguments.words[:, Word.FLAGS].tolist() == [found | Flag.ABORT, *[Flag.ABORT] * 2]
 
 
 @pytest.mark.long(but=1)
@@ -81,16 +80,17 @@ def test_held_or_bad_elements_only_lose_what_the_last_round_has_taken_and_keep_t
     p.grads[0][::3] = torch.nan
     for hold in (0, 1):
         arguments = local_arguments(p, kind, hold=hold)
-        before = [None if t is None else t.clone() for t in arguments[6:9]]
-        bits, scale = arguments[11].clone(), arguments[9].clone()
+        kept = (arguments.exp_avg, arguments.exp_avg_sq, arguments.compensated)
+        before = [None if t is None else t.clone() for t in kept]
+        bits, scale = arguments.bits.clone(), arguments.scale.clone()
         with using("triton"):
-            torch.ops.fusedonebit.local_update(*arguments)
+            triton_kernels.local_update(*arguments)
         still = torch.arange(1000) % 3 == 0 if hold == 0 else torch.ones(1000, dtype=torch.bool)
-        for old, new in zip(before[:2], arguments[6:8], strict=True):
+        for old, new in zip(before[:2], (arguments.exp_avg, arguments.exp_avg_sq), strict=True):
             assert old is None or torch.equal(old[:1000][still], new[:1000][still])
         signs = torch.where((bits[0][:, None] >> torch.arange(8)) & 1 > 0, 1.0, -1.0).view(-1)
         kept = before[2] - signs * scale.repeat_interleave(128)
-        assert torch.equal(arguments[8][:1000][still], kept[:1000][still])
+        assert torch.equal(arguments.compensated[:1000][still], kept[:1000][still])
 
 
 @pytest.mark.long(but=1)
@@ -104,8 +104,8 @@ def test_local_update_of_some_chunks_equals_eager_and_leaves_the_others(kind):
         if first < last:
             assert_equal_backends("local_update", make)
         before, after = make(), make()
-        torch.ops.fusedonebit.local_update(*after)
-        changed = (before[8] != after[8]).view(4, -1).any(1)
+        triton_kernels.local_update(*after)
+        changed = (before.compensated != after.compensated).view(4, -1).any(1)
         assert changed.tolist() == [first <= chunk < last for chunk in range(4)]
 
 
@@ -115,17 +115,15 @@ def test_local_update_writes_the_headers_of_its_chunks_unless_it_moves(moves, sh
     def make() -> tuple:
         p = problem((300, 0, 5, 2048, 129), 4, 128)
         p.grads[3][:] = torch.nan
-        arguments = list(local_arguments(p, moves=moves, chunks=slice(1, 4), share=0.25))
-        arguments[WORDS][:, Word.SIGNAL] = 7
-        if shared:
-            arguments[WORDS] = arguments[WORDS][:1].expand(4, -1)
-        return tuple(arguments)
+        arguments = local_arguments(p, moves=moves, chunks=slice(1, 4), share=0.25)
+        arguments.words[:, Word.SIGNAL] = 7
+        return arguments._replace(words=arguments.words[:1].expand(4, -1)) if shared else arguments
 
     assert_equal_backends("local_update", make)
     before, arguments = make(), make()
-    torch.ops.fusedonebit.local_update(*arguments)
-    words, number, tag, told, digest = arguments[WORDS:]
-    expected = before[WORDS].clone()
+    triton_kernels.local_update(*arguments)
+    words, number, tag, told, digest = arguments[-5:]
+    expected = before.words.clone()
     if not moves:
         expected[slice(0 if shared else 1, None), [Word.STEP, Word.DIGEST, Word.TAG, Word.SIGNAL]] = torch.tensor(
             [number, int(folded(digest)), tag, 0], dtype=torch.int32
@@ -135,10 +133,10 @@ def test_local_update_writes_the_headers_of_its_chunks_unless_it_moves(moves, sh
     sent = torch.tensor([shared, True, True, True]) * told * (not moves)
     expected[:, Word.FLAGS] = (bad | sent).int()
     assert torch.equal(words, expected)
-    blocks = len(arguments[9]) // 4
-    assert not arguments[9][blocks:].any()
-    assert arguments[10][blocks:].isinf().all()
-    assert torch.equal(arguments[9][:blocks], before[9][:blocks])
+    blocks = len(arguments.scale) // 4
+    assert not arguments.scale[blocks:].any()
+    assert arguments.limit[blocks:].isinf().all()
+    assert torch.equal(arguments.scale[:blocks], before.scale[:blocks])
 
 
 def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_eager():
@@ -167,15 +165,15 @@ def test_what_does_not_count_has_no_compensation_does_not_move_and_may_have_bad_
     for backend in ("plain", "triton"):
         now = [x.clone() for x in p.params]
         with using(backend):
-            torch.ops.fusedonebit.local_update(*arguments)
+            triton_kernels.local_update(*arguments)
         assert not p.compensated[~p.live_mask].any()
         assert torch.equal(p.params[0][~mask], before[0][~mask])
-        assert not (arguments[WORDS][:, Word.FLAGS] & NONFINITE).any()
-        assert all(t is None or t.isfinite().all() for t in arguments[6:8])
+        assert not (arguments.words[:, Word.FLAGS] & NONFINITE).any()
+        assert all(t is None or t.isfinite().all() for t in (arguments.exp_avg, arguments.exp_avg_sq))
     if moves:
         for i in range(len(before)):
             start = p.layout.offset(i)
-            assert torch.equal(arguments[WORDS - 1][start : start + len(before[i])], now[i])
+            assert torch.equal(arguments.anchor[start : start + len(before[i])], now[i])
     assert p.compensated[p.live_mask].all()
     assert (not torch.equal(p.params[0], before[0])) == moves
 

@@ -90,9 +90,9 @@ def test_every_backend_compresses_from_and_to_fewer_bits_alike(ternary, follows,
 def test_every_backend_serves_from_and_to_fewer_bits_alike(world_size, ternary, state):
     def make() -> tuple:
         p = problem(SIZES, world_size, 128, ternary=ternary, masks=MASKS)
-        arguments = list(p.server_arguments("layer", world_size - 1))
-        arguments[6], octaves = kept(arguments[6], state)
-        return *arguments, None, 0, None, 0, LATER, octaves
+        arguments = p.server_arguments("layer", world_size - 1)
+        compensated, octaves = kept(arguments.compensated, state)
+        return arguments._replace(compensated=compensated, drawn=LATER, octaves=octaves)
 
     assert_equal_backends("server_reduce", make)
 
@@ -102,12 +102,13 @@ def test_every_backend_serves_from_and_to_fewer_bits_alike(world_size, ternary, 
 @pytest.mark.parametrize("how", [{}, {"server": True, "writes": False}, {"divided": False}])
 def test_every_backend_brings_fewer_bits_to_another_unit_alike(how, state):
     def make() -> tuple:
-        arguments = list(renew_arguments(problem(SIZES, 2, 128, masks=MASKS), **how))
-        octaves = None
-        if arguments[1] is not None:
-            arguments[1], octaves = kept(arguments[1], state)
-        arguments[10], of_v = kept(arguments[10], state, signed=False)
-        return *arguments, octaves, of_v
+        arguments = renew_arguments(problem(SIZES, 2, 128, masks=MASKS), **how)
+        v, of_v = kept(arguments.exp_avg_sq, state, signed=False)
+        arguments = arguments._replace(exp_avg_sq=v, v_octaves=of_v)
+        if arguments.compensated is None:
+            return arguments
+        compensated, octaves = kept(arguments.compensated, state)
+        return arguments._replace(compensated=compensated, octaves=octaves)
 
     assert_equal_backends("renew", make)
 
@@ -115,9 +116,9 @@ def test_every_backend_brings_fewer_bits_to_another_unit_alike(how, state):
 @pytest.mark.kernels
 def test_every_backend_tells_squares_that_are_codes_alike():
     def make() -> tuple:
-        arguments = list(tell_arguments(problem(SIZES, 2, 128, masks=MASKS)))
-        arguments[3], octaves = kept(arguments[3], "8bit", signed=False)
-        return *arguments, octaves
+        arguments = tell_arguments(problem(SIZES, 2, 128, masks=MASKS))
+        worker_sq, octaves = kept(arguments.worker_sq, "8bit", signed=False)
+        return arguments._replace(worker_sq=worker_sq, octaves=octaves)
 
     assert_equal_backends("tell_squares", make)
 
@@ -170,7 +171,7 @@ def test_what_is_sent_and_what_is_kept_add_up_to_what_was_compressed(state):
     assert torch.equal(triton_kernels.unpack(bits).view_as(rows) > 0, rows >= 0)
     torch.testing.assert_close(partials, torch.stack([rows.abs().sum(1), rows.square().sum(1)]), rtol=1e-12, atol=0)
     scale, (residual, octaves) = torch.full((len(rows),), 0.25), kept(c, state)
-    settle(residual, scale.clone(), False, p.table.bits, p.table.row, octaves)
+    settle(residual, scale.clone(), False, p.places, octaves)
     sent = 0.25 * torch.where(rows >= 0, 1.0, -1.0)
     left = in_float32(residual, octaves).double().view_as(rows)
     most = torch.maximum((rows - sent).abs(), (rows - sent).abs().amax(1, keepdim=True) * 2.0**-15)
@@ -184,12 +185,13 @@ def test_every_backend_takes_a_step_of_lamb_from_and_to_fewer_bits_alike(inside,
     def make(found: bool = True) -> tuple:
         p = problem(SIZES, 2, 128, masks=MASKS)
         p.grads[0].view(-1)[3] = torch.inf
-        arguments = list(p.lamb_update_arguments(inside) if found else p.lamb_move_arguments(inside))
-        at = 4 if found else 3
-        arguments[at], of_m = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
-        arguments[at + 1], of_v = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
-        octaves = in_codes(of_m, of_v, None)
-        return (*arguments, *p.flags_found(), LATER, octaves) if found else (*arguments, octaves)
+        m, of_m = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
+        v, of_v = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
+        moments = {"exp_avg": m, "exp_avg_sq": v, "octaves": in_codes(of_m, of_v, None)}
+        if not found:
+            return p.lamb_move_arguments(inside)._replace(**moments)
+        flags = dict(zip(("found", "found_before"), p.flags_found(), strict=True))
+        return p.lamb_update_arguments(inside)._replace(**moments, **flags, drawn=LATER)
 
     assert_equal_backends("lamb_update", make)
     assert_equal_backends("lamb_move", lambda: make(found=False))

@@ -127,14 +127,13 @@ def test_c_kernels_are_refused_for_other_devices_and_where_there_are_none(monkey
 @needs_compiler
 def test_tensors_that_c_would_misread_are_named():
     with using("native"):
-        arguments = list(Problem((300,), 1, 128).momentum_arguments())
-        arguments[3] = arguments[3].double()
+        given = Problem((300,), 1, 128).momentum_arguments()
+        arguments = given._replace(compensated=given.compensated.double())
         with pytest.raises(
             TypeError, match=r"must be torch.float32 or torch.bfloat16 or torch.uint8, got torch.float64"
         ):
             triton_kernels.momentum_compress(*arguments)
-        arguments = list(Problem((300,), 1, 128).momentum_arguments())
-        arguments[4] = torch.zeros(6)[::2]
+        arguments = given._replace(worker_scale=torch.zeros(6)[::2])
         with pytest.raises(
             ValueError, match=r"worker_scale must be dense along its last dimension, got strides \(2,\)"
         ):
@@ -143,33 +142,34 @@ def test_tensors_that_c_would_misread_are_named():
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("op", "arguments", "at", "name"),
+    ("op", "arguments", "name"),
     [
-        ("momentum_compress", lambda p: p.momentum_arguments(), 3, "compensated"),
-        ("server_reduce", lambda p: p.server_arguments(), 6, "compensated"),
-        ("adam_update", lambda p: p.update_arguments(sums=False), 4, "exp_avg"),
-        ("lamb_update", lambda p: p.lamb_update_arguments(sums=False), -1, "norms"),
+        ("momentum_compress", lambda p: p.momentum_arguments(), "compensated"),
+        ("server_reduce", lambda p: p.server_arguments(), "compensated"),
+        ("adam_update", lambda p: p.update_arguments(sums=False), "exp_avg"),
+        ("lamb_update", lambda p: p.lamb_update_arguments(sums=False), "norms"),
     ],
     ids=["momentum_compress", "server_reduce", "adam_update", "lamb_update"],
 )
-def test_a_tensor_that_stands_in_for_one_that_is_left_out_is_checked_all_the_same(op, arguments, at, name):
-    arguments = list(arguments(Problem((300,), 1, 128)))
-    other = torch.float64 if arguments[at].dtype == torch.float32 else torch.float32
-    arguments[at] = arguments[at].to(other)
+def test_a_tensor_that_stands_in_for_one_that_is_left_out_is_checked_all_the_same(op, arguments, name):
+    given = arguments(Problem((300,), 1, 128))
+    tensor = getattr(given, name)
+    other = torch.float64 if tensor.dtype == torch.float32 else torch.float32
+    arguments = given._replace(**{name: tensor.to(other)})
     with using("native"), pytest.raises(TypeError, match=rf"^{name} must be "):
         getattr(triton_kernels, op)(*arguments)
 
 
 @needs_compiler
 def test_tensors_that_are_too_short_are_named_before_anything_is_read():
-    ways = {
-        "live_row": (12, torch.zeros(1, dtype=torch.int32), "block for each chunk"),
-        "exp_avg_sq": (9, torch.ones(7), "exp_avg_sq must have at least 512 elements, got 7"),
-        "block_tensor": (8, torch.zeros(1, dtype=torch.int32), "block_tensor must have at least 4 elements, got 1"),
-    }
-    for at, value, told in ways.values():
-        arguments = list(Problem((300,), 4, 128).momentum_arguments(torch.ones(512)))
-        arguments[at] = value
+    given, one = Problem((300,), 4, 128).momentum_arguments(torch.ones(512)), torch.zeros(1, dtype=torch.int32)
+    ways = [
+        ({"places": given.places._replace(live_row=one)}, "block for each chunk"),
+        ({"exp_avg_sq": torch.ones(7)}, "exp_avg_sq must have at least 512 elements, got 7"),
+        ({"places": given.places._replace(block_tensor=one)}, "block_tensor must have at least 4 elements, got 1"),
+    ]
+    for changes, told in ways:
+        arguments = given._replace(**changes)
         with using("native"), pytest.raises(ValueError, match=told):
             triton_kernels.momentum_compress(*arguments)
 

@@ -97,8 +97,8 @@ def test_a_held_finish_writes_headers_alone(counts):
 
 def check_server_reduce(p: Problem, scope: str, rank: int, skip: int) -> None:
     arguments = p.server_arguments(scope, rank, skip)
-    arrived_bits, arrived_scales, words, _, slot, block, compensated, old_scale, *_, flags, kept = arguments
-    bits, partials = arguments[10:12]
+    arrived_bits, arrived_scales, words, _, slot, places, compensated, old_scale, *_, flags, kept = arguments
+    bits, partials, block = arguments.bits, arguments.partials, places.block_size
     own = slice(rank * p.layout.chunk_numel, (rank + 1) * p.layout.chunk_numel)
     live, old, s = p.live[own], wide(compensated), np.repeat(wide(old_scale), block)
     signs = unpacked(arrived_bits).reshape(p.layout.world_size, -1)
@@ -145,7 +145,7 @@ def test_padding_never_enters_a_servers_residual_or_sums(junk, skip):
         p.compensated[torch.from_numpy(~p.live)] = value
         arguments = p.server_arguments("layer", 1, skip)
         ops.server_reduce(*arguments)
-        outcomes.append((arguments[6], *arguments[10:]))
+        outcomes.append((arguments.compensated, *arguments[8:]))
     assert all(same_bits(a, b) for a, b in zip(*outcomes, strict=True))
 
 
@@ -193,7 +193,7 @@ def test_apply_momentum_tells_the_squares_of_where_parameters_go(dtype, live):
     expected = np.where(p.live, x * x, 0.0).reshape(-1, p.layout.block_size).sum(1)
     expected = np.where(p.table.row.numpy() == 1, -1.0, expected)  # blocks of which nothing counts
     np.testing.assert_allclose(found[:blocks].numpy(), expected[:blocks], rtol=8 * EPS32)
-    every = ops.param_squares(p.params, p.layout.sizes, p.layout.block_size, p.table.bits, p.table.row)
+    every = ops.param_squares(p.params, p.places)
     written = found[:blocks] >= 0
     rounding = 2.0 ** {torch.float32: -20, torch.bfloat16: -7, torch.float16: -10}[dtype]
     torch.testing.assert_close(every[:blocks][written].float(), found[:blocks][written], rtol=rounding, atol=0.0)
@@ -411,7 +411,7 @@ def test_exponents_count_each_live_element_above_zero_once(sizes, block, live):
     p = Problem(sizes, 3, block, **live)
     x = p.exp_avg_sq * 10.0 ** torch.linspace(-30, 30, p.layout.numel)
     x[4::5], x[1::50], x[2::50] = 0.0, 1e-45, 3e38
-    counts = ops.exponents(p.layout.sizes, block, x, p.table.bits, p.table.row)
+    counts = ops.exponents(p.places, x)
     counted = x.numpy()[p.live & (x > 0).numpy()]
     assert counted.size > 0
     expected = np.bincount(counted.view(np.uint32) >> 16, minlength=1 << 15)
@@ -422,7 +422,7 @@ def test_exponents_count_each_live_element_above_zero_once(sizes, block, live):
 def test_live_variance_sums_and_counts_each_block(sizes, block):
     p = Problem(sizes, 3, block)
     p.exp_avg_sq[::3] = 0.0
-    sums = ops.live_variance(p.layout.sizes, block, p.exp_avg_sq)
+    sums = ops.live_variance(p.places, p.exp_avg_sq)
     rows = wide(p.exp_avg_sq).reshape(-1, block)[: p.layout.first_block[-1]]
     np.testing.assert_allclose(sums[0, : len(rows)], rows.sum(1), rtol=1e-13)
     assert np.array_equal(sums[1, : len(rows)], (rows > 0).sum(1))

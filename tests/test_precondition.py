@@ -37,7 +37,7 @@ def problem(eps: float, low: float, high: float, seed: int = 0) -> Problem:
 
 
 def least_of(p: Problem, inside: bool) -> Tensor:
-    return quantile_floor(p.layout, p.exp_avg_sq, p.table, p.coef, inside, ShardGroup())
+    return quantile_floor(p.places, p.exp_avg_sq, p.coef, inside, ShardGroup())
 
 
 def frozen(p: Problem, inside: bool) -> np.ndarray:

@@ -90,7 +90,7 @@ def test_a_worker_tells_its_squares_and_sums_of_its_gradient_with_random_signs()
     p = problem(SIZES, 3, 128, masks=MASKS)
     arguments = tell_arguments(p, factor=0.5)
     found, numbers = told(arguments, p)
-    own, block_size, places = arguments[3], p.layout.block_size, Projections.of(p.layout)
+    own, block_size, places = arguments.worker_sq, p.layout.block_size, Projections.of(p.layout)
     largest = own.view(-1, block_size).amax(1).repeat_interleave(block_size)
     seen = own > largest * 2.0**-30
     torch.testing.assert_close(found[seen], own[seen], rtol=1 / 16 + 1e-6, atol=0)
@@ -106,7 +106,8 @@ def test_a_server_tells_the_mean_and_the_sums_of_what_it_tells():
     p = problem(SIZES, 2, 128, masks=MASKS)
     arguments = average_arguments(p, 3, rank=1)
     average_squares(*arguments)
-    block_size, arrived_logs, arrived_tops, numbers, _, _, share, place, logs, tops, sums = arguments
+    places, arrived_logs, arrived_tops, numbers, share, place, logs, tops, sums = arguments
+    block_size = places.block_size
     each = [decode(a.view(-1, block_size), b) for a, b in zip(arrived_logs, arrived_tops, strict=True)]
     mean, found = torch.stack(each).double().mean(0), decode(logs.view(-1, block_size), tops).double()
     seen = mean > mean.amax(1, keepdim=True) * 2.0**-30
@@ -163,8 +164,9 @@ def test_levels_follow_what_counts(how):
 def test_a_renewal_multiplies_by_old_over_new_denominator(how, ternary):
     p = problem(SIZES, 2, 128, ternary=ternary, masks=MASKS)
     arguments = renew_arguments(p, **how)
-    block_size, c, scale, settled, bits, m_scale = arguments[:6]
-    eps_inside, coef, owner, v, logs, tops, tables, _, _, writes = arguments[7:]
+    places, c, scale, settled, exp_avg, _, eps_inside, coef, v, logs, tops, tables, writes = arguments
+    bits, m_scale = exp_avg or (None, None)
+    block_size, owner = places.block_size, places.block_tensor
     k, live = coef[owner.long()].double(), p.live_mask.view(-1, block_size)
     live = live[len(live) // 2 :] if how.get("server") else live
     old = v.float().view(-1, block_size).clone()

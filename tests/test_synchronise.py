@@ -204,13 +204,14 @@ def test_a_header_that_differs_or_has_a_flag_zeroes_scales_but_of_workers_whose_
 def test_a_server_hears_all_flags_that_any_rank_tells(world_size, hold):
     def make() -> tuple:
         arguments = problem((700,), world_size, 128).server_arguments("block", 0, 0, hold)
-        arguments[2][:, Word.FLAGS] = torch.tensor([(-1 << 6) | (1, 2, 32)[w % 3] for w in range(world_size)])
-        arguments[2][-1, Word.TAG] += world_size == 33
+        flags = [(-1 << 6) | (1, 2, 32)[w % 3] for w in range(world_size)]
+        arguments.arrived_words[:, Word.FLAGS] = torch.tensor(flags)
+        arguments.arrived_words[-1, Word.TAG] += world_size == 33
         return arguments
 
     arguments = make()
     triton_kernels.server_reduce(*arguments)
-    assert int(arguments[13]) == {1: 5, 2: 7, 17: 39, 33: 39}[world_size] | hold  # no flags are -1 << 6
+    assert int(arguments.flags) == {1: 5, 2: 7, 17: 39, 33: 39}[world_size] | hold  # no flags are -1 << 6
     assert_equal_backends("server_reduce", make)
 
 

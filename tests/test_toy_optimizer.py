@@ -13,6 +13,7 @@ import pytest
 import torch
 from backends import DTYPES, assert_equal_backends, compared, problem
 from hypothesis import HealthCheck, given, settings
+from op_arguments import flat
 from ranks import run_ranks, simulate
 from sequences import OPTIMIZERS, check, sequences, simulated
 from torch.nn import Linear, Parameter, Sequential, Tanh
@@ -60,8 +61,8 @@ class Signum(FeedbackOptimizer):
     def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold
-            where = (*self._tables, self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
-            toy_vote(grads, *self._places, self.exp_avg, agreed.coef, *where, part.found)
+            where = (self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
+            toy_vote(grads, self.places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))
 
@@ -79,12 +80,12 @@ def gradients(rank: int, step: int) -> list[torch.Tensor | None]:
     return [torch.randn(size, generator=draw) for size in SIZES]
 
 
-def flat(tensors: Any) -> torch.Tensor:
+def joined(tensors: Any) -> torch.Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
 def momenta(optimizer: Signum) -> torch.Tensor:
-    return flat(optimizer.momentum(p) for p in optimizer.param_groups[0]["params"])
+    return joined(optimizer.momentum(p) for p in optimizer.param_groups[0]["params"])
 
 
 Trained = tuple[torch.Tensor, torch.Tensor]
@@ -98,7 +99,7 @@ def train(optimizer: Signum, rank: int, steps: range, change: Callable[..., None
         for p, g in zip(params, grads, strict=True):
             p.grad = g
         optimizer.step()
-    return flat(params).clone(), momenta(optimizer)
+    return joined(params).clone(), momenta(optimizer)
 
 
 def on_ranks(world_size: int, steps: int = 6, change: Callable[..., None] = lambda *_: None) -> list[Trained]:
@@ -109,10 +110,10 @@ def on_ranks(world_size: int, steps: int = 6, change: Callable[..., None] = lamb
 
 
 def test_one_worker_is_its_formula_bit_for_bit_and_all_ranks_are_identical():
-    x = flat(parameters()).clone()
+    x = joined(parameters()).clone()
     m = torch.zeros_like(x)
     for step in range(6):
-        m = m * BETA + flat(gradients(0, step)) * (1 - BETA)
+        m = m * BETA + joined(gradients(0, step)) * (1 - BETA)
         x = x * (1 - LR * DECAY) - m.sign() * LR
     ((found, momentum),) = on_ranks(1)
     assert torch.equal(found, x)
@@ -174,7 +175,8 @@ def test_a_run_has_the_same_bits_on_all_backends():
 
 
 def test_the_op_is_registered_cleanly():
-    torch.library.opcheck(torch.ops.fusedonebit.toy_vote.default, lion_arguments(problem([300, 7])))
+    given = flat("toy_vote", lion_arguments(problem([300, 7])))
+    torch.library.opcheck(torch.ops.fusedonebit.toy_vote.default, given)
 
 
 def test_a_rule_with_what_other_backends_lack_is_refused():
@@ -269,7 +271,7 @@ def with_ddp(rank: int, world_size: int, wrapped: bool) -> torch.Tensor:
         call(torch.randn(8, 6, generator=draw)).square().mean().backward()
         optimizer.step()
         model.zero_grad()
-    return flat(model.parameters())
+    return joined(model.parameters())
 
 
 def test_ddp_changes_nothing():
@@ -290,7 +292,7 @@ def load(rank: int, world_size: int, folder: str) -> Trained:
     model = torch.nn.ParameterList(parameters())
     optimizer = Signum(model.parameters(), 0.5)
     dcp.load(model, optimizer, folder)
-    return flat(model), momenta(optimizer)
+    return joined(model), momenta(optimizer)
 
 
 def test_a_checkpoint_loads_into_other_numbers_of_ranks_with_the_mean_of_the_momenta(tmp_path):

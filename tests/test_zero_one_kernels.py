@@ -45,19 +45,20 @@ def test_a_held_local_step_moves_nothing_but_keeps_the_momentum_for_the_synchron
 
         assert_equal_backends("local_step", make)
         arguments, before = make(), make()
-        torch.ops.fusedonebit.local_step(*arguments)
-        assert all(map(torch.equal, arguments[0], before[0]))
-        assert torch.equal(arguments[4], before[4])
-        assert torch.equal(arguments[5], before[5])
-        assert not arguments[-1].any()
+        triton_kernels.local_step(*arguments)
+        assert all(map(torch.equal, arguments.params, before.params))
+        assert torch.equal(arguments.exp_avg, before.exp_avg)
+        assert torch.equal(arguments.exp_avg_sq, before.exp_avg_sq)
+        assert not arguments.flags.any()
 
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_told():
     for way in (*WAYS[:2], WAYS[-1]):
         arguments = local_step_arguments(problem([5000], special=True), way)
-        torch.ops.fusedonebit.local_step(*arguments)
-        assert arguments[-1].item() == 1
-        assert all(tensor.isfinite().all() for tensor in (*arguments[0], *arguments[4:6], arguments[8]))
+        triton_kernels.local_step(*arguments)
+        assert arguments.flags.item() == 1
+        assert all(x.isfinite().all() for x in (*arguments.params, arguments.exp_avg, arguments.exp_avg_sq))
+        assert arguments.compensated.isfinite().all()
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way[1]])
@@ -69,15 +70,15 @@ def test_no_momentum_is_added_that_would_leave_the_buffer_not_finite_and_that_is
         p.coef[:, Coef.EPS] = p.grads[0][:50] = p.exp_avg_sq[:50] = 0.0
         p.compensated[100:300] = 3.0e38
         arguments = local_step_arguments(p, way)
-        arguments[4][:50] = 0.0
-        arguments[4][100:300] = 0.5e38
+        arguments.exp_avg[:50] = 0.0
+        arguments.exp_avg[100:300] = 0.5e38
         return arguments
 
     assert_equal_backends("local_step", make)
     arguments = make()
-    torch.ops.fusedonebit.local_step(*arguments)
-    assert arguments[8].isfinite().all()
-    assert arguments[-1].item() == 1
+    triton_kernels.local_step(*arguments)
+    assert arguments.compensated.isfinite().all()
+    assert arguments.flags.item() == 1
 
 
 @pytest.mark.parametrize(("sizes", "world_size"), SIZES)
@@ -108,7 +109,7 @@ def test_what_does_not_count_is_never_told_whatever_its_moments_and_gradients_ho
     def make(name):
         p = problem([256, 300, 128], 2, 128, masks={1: torch.arange(300) % 3 > 0}, excluded=[0])
         arguments = local_step_arguments(p, WAYS[1]) if name == "local_step" else lion_arguments(p)
-        exp_avg = arguments[4 if name == "local_step" else 3]
+        exp_avg = arguments.exp_avg
         for line in (exp_avg, p.compensated, p.exp_avg_sq):
             line[~p.live_mask] = torch.nan
         for i, tensor in enumerate((*p.params, *p.grads)):
@@ -119,17 +120,17 @@ def test_what_does_not_count_is_never_told_whatever_its_moments_and_gradients_ho
     for name in ("local_step", "lion_compress"):
         assert_equal_backends(name, lambda name=name: make(name))
         arguments = make(name)
-        getattr(torch.ops.fusedonebit, name)(*arguments)
-        assert not arguments[-1].any()
+        getattr(triton_kernels, name)(*arguments)
+        assert not arguments.flags.any()
 
 
 def test_lion_tosses_a_coin_for_zeros_another_one_in_each_step():
     def ones(step):
         p = problem([80_000])
         arguments = lion_arguments(p, step)
-        arguments[3].zero_()
-        arguments[0][0].zero_()
-        torch.ops.fusedonebit.lion_compress(*arguments)
+        arguments.exp_avg.zero_()
+        arguments.grads[0].zero_()
+        triton_kernels.lion_compress(*arguments)
         return unpack(p.bits.view(-1))[:80_000]
 
     a, b = ones(3), ones(4)

@@ -19,7 +19,6 @@ from fusedonebit.triton_kernels import Coef, using
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 LIVE = ({}, {"masks": MASKS}, {"excluded": [2]}, {"masks": MASKS, "excluded": [0, 3]})
 EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: "".join("mlkpf"[i] for i in range(5) if way[i]) or "-")
-EXP_AVG, BUFFER = 4, 8  # places among the arguments of local_step
 
 
 @pytest.fixture(autouse=True)
@@ -31,22 +30,22 @@ def _eager() -> Iterator[None]:
 def off_by_dtype(p: Problem, x: np.ndarray) -> np.ndarray:
     """Largest error of rounding to each tensor's dtype."""
     infos = [torch.finfo(tensor.dtype) for tensor in p.params]
-    tensor = p.block_tensor.long().repeat_interleave(p.layout.block_size).numpy()
+    tensor = p.places.block_tensor.long().repeat_interleave(p.layout.block_size).numpy()
     eps, least = (np.array([getattr(info, name) for info in infos])[tensor] for name in ("eps", "smallest_normal"))
     return eps / 2 * np.abs(x) + least * eps
 
 
 def check_local_step(p: Problem, way: Way, inside: bool = False, hold: int = 0) -> bool:
     arguments = local_step_arguments(p, way, inside, hold)
-    expected = reference.local_step(p, arguments[EXP_AVG], inside, way, hold)
+    expected = reference.local_step(p, arguments.exp_avg, inside, way, hold)
     ops.local_step(*arguments)
-    x, m, c = p.flat(p.params), wide(arguments[EXP_AVG]), wide(p.compensated)
+    x, m, c = p.flat(p.params), wide(arguments.exp_avg), wide(p.compensated)
     assert (np.abs(x - expected.x) <= expected.x_off + off_by_dtype(p, expected.x)).all()
     assert (np.abs(m - expected.m) <= expected.m_off).all()
     assert (np.abs(wide(p.exp_avg_sq) - expected.v) <= expected.v_off).all()
     assert (np.abs(c - expected.c) <= expected.c_off).all()
     assert not c[~p.live].any()
-    assert bool(arguments[-1]) == expected.told
+    assert bool(arguments.flags) == expected.told
     return expected.told
 
 
@@ -95,9 +94,9 @@ def test_a_held_step_only_settles_and_adds_the_momentum_where_the_next_one_synch
     assert all(map(same_bits, p.params, before))
     if not way[1]:
         settled = Problem(MIXED, 2)
-        ops.settle(settled.compensated, settled.worker_scale, False, *settled.table[:2])
+        ops.settle(settled.compensated, settled.worker_scale, False, settled.places)
         assert same_bits(p.compensated, settled.compensated)
-    assert not arguments[-1].any()
+    assert not arguments.flags.any()
 
 
 def test_an_empty_gradient_stands_for_zeros_and_padding_never_enters():
@@ -106,12 +105,12 @@ def test_an_empty_gradient_stands_for_zeros_and_padding_never_enters():
         p.grads[0], other.grads[0] = torch.empty(0), torch.zeros(300)
         p.compensated[~p.live_mask] = torch.nan
         arguments, others = (local_step_arguments(q, way) for q in (p, other))
-        arguments[EXP_AVG][~p.live_mask] = torch.inf
+        arguments.exp_avg[~p.live_mask] = torch.inf
         ops.local_step(*arguments)
         ops.local_step(*others)
         assert same_bits(p.compensated, other.compensated)
         assert all(map(same_bits, p.params, other.params))
-        assert not arguments[-1].any()
+        assert not arguments.flags.any()
 
 
 @EACH_WAY
@@ -123,7 +122,7 @@ def test_the_first_step_of_a_round_keeps_all_parameters_as_they_were_those_that_
     ops.local_step(*others)
     assert all(map(same_bits, p.params, other.params))
     assert same_bits(p.compensated, other.compensated)
-    anchor = arguments[-2]
+    anchor = arguments.anchor
     assert (anchor is not None) == way[0]
     if way[0]:
         kept = torch.zeros(p.layout.numel)
@@ -150,7 +149,7 @@ def test_what_a_round_compresses_is_the_sum_of_all_its_updates_on_top_of_the_res
     d = denom(p, wide(p.exp_avg_sq), False) if precondition else 1.0
     arguments = rebuild_arguments(p, precondition)
     ops.rebuild_momentum(*arguments)
-    exp_avg = arguments[-2]
+    exp_avg = arguments.exp_avg
     m, old = wide(exp_avg), wide(p.compensated)
     expected = old - p.by_element(p.worker_scale) * sign(old)
     size = np.abs(old) + p.by_element(p.worker_scale)
@@ -159,12 +158,11 @@ def test_what_a_round_compresses_is_the_sum_of_all_its_updates_on_top_of_the_res
         m = p.column(Coef.BETA1) * m + p.column(Coef.ONE_MINUS_BETA1) * np.where(p.live, p.flat(p.grads), 0.0)
         expected, size = expected + m / d, size + np.abs(m / d) + np.abs(m).max()
         if step + 1 < steps:
-            own = list(local_step_arguments(p, (True, step + 2 == steps, False, precondition, False)))
-            own[EXP_AVG] = exp_avg
-            ops.local_step(*own)
+            own = local_step_arguments(p, (True, step + 2 == steps, False, precondition, False))
+            ops.local_step(*own._replace(exp_avg=exp_avg))
             assert not p.worker_scale.any()  # the residual is formed
     if steps == 1:  # else beta1*m is in the buffer, and the bits stand for nothing
-        p.exp_avg_scale.copy_(arguments[-1])
+        p.exp_avg_scale.copy_(arguments.sent)
     ops.momentum_compress(*p.momentum_arguments(p.exp_avg_sq if precondition else None))
     assert (np.abs(wide(p.compensated) - np.where(p.live, expected, 0.0)) <= 32 * steps * EPS32 * size).all()
 
@@ -183,10 +181,10 @@ def test_rebuild_momentum_is_its_formula(world_size, precondition, inside):
         for of_rounds in (False, True):
             p.exp_avg_scale.copy_(scale)
             arguments = rebuild_arguments(p, precondition, inside, of_rounds)
-            expected = reference.rebuild_momentum(p, inside, precondition, *arguments[4:6])
+            expected = reference.rebuild_momentum(p, inside, precondition, arguments.summed, arguments.awaited)
             ops.rebuild_momentum(*arguments)
-            np.testing.assert_allclose(wide(arguments[-2]), expected, rtol=8 * EPS32, atol=0)
-            assert same_bits(arguments[-1], scale)
+            np.testing.assert_allclose(wide(arguments.exp_avg), expected, rtol=8 * EPS32, atol=0)
+            assert same_bits(arguments.sent, scale)
             assert not p.exp_avg_scale.any()  # the bits stand for nothing any more
 
 
@@ -195,11 +193,11 @@ def test_rebuild_momentum_is_its_formula(world_size, precondition, inside):
 
 def check_lion_compress(p: Problem, step: int = 7, hold: int = 0) -> reference.Vote:
     arguments = lion_arguments(p, step, hold)
-    exp_avg = arguments[3]
+    exp_avg = arguments.exp_avg
     expected = reference.lion_compress(p, exp_avg, hold)
     ops.lion_compress(*arguments)
     assert (np.abs(wide(exp_avg) - expected.m) <= expected.m_off).all()
-    assert bool(arguments[-1]) == expected.told
+    assert bool(arguments.flags) == expected.told
     weights, rank = arguments[-3:-1]
     assert (weights == (1.0 if (step + rank) % len(weights) else 1.5)).all()
     bits, nothing = unpacked(p.bits) > 0, expected.c_off == 0
@@ -228,20 +226,20 @@ def test_lion_drops_a_bad_gradient_alone_votes_with_its_momentum_and_tells(hold)
     p.grads[0][[0, 3]] = torch.nan  # masked
     p.grads[0][[1, 4, 7]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     arguments = lion_arguments(p, hold=hold)
-    before = arguments[3].clone()
+    before = arguments.exp_avg.clone()
     ops.lion_compress(*arguments)
     at = torch.tensor([1, 4, 7])
-    assert same_bits(arguments[3][at], before[at])
+    assert same_bits(arguments.exp_avg[at], before[at])
     assert [bool(p.bits[0, i // 8] >> (i % 8) & 1) for i in at] == (before[at] > 0).tolist()
-    assert arguments[-1].tolist() == [0 if hold else 1]
-    assert arguments[3].isfinite().all()
+    assert arguments.flags.tolist() == [0 if hold else 1]
+    assert arguments.exp_avg.isfinite().all()
 
 
 def test_lions_vote_is_the_sign_that_packing_gives_where_nothing_is_zero():
     p = Problem(MIXED, 2)
     arguments = lion_arguments(p)
-    arguments[3][:] = p.normal(p.layout.numel)
-    c = reference.lion_compress(p, arguments[3], 0).c
+    arguments.exp_avg[:] = p.normal(p.layout.numel)
+    c = reference.lion_compress(p, arguments.exp_avg, 0).c
     ops.lion_compress(*arguments)
     assert np.array_equal(p.bits.numpy(), packed(np.where(p.live, c, 1.0), p.bits))
 
@@ -249,7 +247,7 @@ def test_lions_vote_is_the_sign_that_packing_gives_where_nothing_is_zero():
 def coins(step: int, line: Tensor) -> Tensor:
     p = Problem((len(line),))
     arguments = lion_arguments(p, step)
-    arguments[3].zero_()
+    arguments.exp_avg.zero_()
     p.grads[0].copy_(line)
     ops.lion_compress(*arguments)
     return p.bits.clone()

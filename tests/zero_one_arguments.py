@@ -25,13 +25,14 @@ WAYS: list[Way] = [
 """Of calling ``local_step``: moves, last, leaks, precondition, follows."""
 
 
-def local_step_arguments(p: Problem, way: Way, inside: bool = False, hold: int = 0, begins: bool = False) -> tuple:
+def local_step_arguments(p: Problem, way: Way, inside: bool = False, hold: int = 0, begins: bool = False) -> Any:
     moves, last, leaks, precondition, follows = way
     exp_avg = p.normal(p.layout.numel)
     anchor = torch.full((p.layout.numel,), torch.nan) if begins and moves else None
-    return (
-        *(p.params, p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.exp_avg_sq, inside, precondition),
-        *(p.compensated, p.worker_scale, p.coef, p.block_tensor, p.table.bits, p.table.row),
+    return arguments_of(
+        "local_step",
+        *(p.params, p.grads, p.places, exp_avg, p.exp_avg_sq, inside, precondition),
+        *(p.compensated, p.worker_scale, p.coef),
         *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, follows, anchor),
         torch.zeros(1, dtype=torch.int32),
     )
@@ -44,20 +45,21 @@ def rebuild_arguments(p: Problem, precondition: bool, inside: bool = False, of_r
     table = Coefficients.of(p.coef)
     return arguments_of(
         "rebuild_momentum",
-        *(p.layout.sizes, p.layout.block_size, p.exp_avg_bits, p.exp_avg_scale, summed, mean_sq),
-        *(p.exp_avg_sq if precondition else None, inside, table, p.block_tensor, p.table.bits, p.table.row),
+        *(p.places, p.exp_avg_bits, p.exp_avg_scale, summed, mean_sq),
+        *(p.exp_avg_sq if precondition else None, inside, table),
         *(torch.full((p.layout.numel,), torch.nan), torch.full((p.layout.n_blocks,), torch.nan)),
     )
 
 
-def lion_arguments(p: Problem, step: int = 7, hold: int = 0) -> tuple:
+def lion_arguments(p: Problem, step: int = 7, hold: int = 0) -> Any:
     exp_avg = p.normal(p.layout.numel)
     exp_avg[::3] = 0.0
     for g in p.grads:
         g[::3] *= 0.0
-    return (
-        *(p.grads, p.layout.sizes, p.layout.block_size, exp_avg, p.coef, p.block_tensor),
-        *(p.table.bits, p.table.row, torch.tensor(step), torch.tensor([hold], dtype=torch.int32)),
+    return arguments_of(
+        "lion_compress",
+        *(p.grads, p.places, exp_avg, p.coef),
+        *(torch.tensor(step), torch.tensor([hold], dtype=torch.int32)),
         *(p.bits, torch.full((len(p.bits), p.layout.scale_slots("block")[1]), torch.nan), len(p.bits) - 1),
         torch.zeros(1, dtype=torch.int32),
     )

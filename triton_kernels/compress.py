@@ -17,7 +17,7 @@ from . import user_tensors as users
 from .codes import keep_nearest, rows_of
 from .eager import compress, gather, keep, kept_values, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
-from .nouns import Bits, Counters, Doubles, Flag, Floats, Indices, Moment, PerBlock, Sizes, Tensors
+from .nouns import Bits, Counters, Doubles, Flag, Floats, Moment, PerBlock, Places, Signs, Tensors
 from .op import op
 
 V, OWN = 1, 2  # rows of octaves; those of c come first
@@ -82,10 +82,9 @@ def momentum_compress_kernel(
     derive={"IN_PLACE": ("constexpr", lambda exp_avg_bits, bits: exp_avg_bits.data_ptr() == bits.data_ptr())},
 )
 def momentum_compress(
-    grads: Tensors, sizes: Sizes, block_size: int, compensated: Moment, worker_scale: PerBlock,
-    exp_avg_bits: Bits, exp_avg_scale: PerBlock, coef: Floats, block_tensor: Indices, exp_avg_sq: Moment | None,
-    eps_inside_sqrt: bool, live: Bits, live_row: Indices, bits: Bits, partials: Doubles, found: Flag,
-    hold: Flag, worker_sq: Moment | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
+    grads: Tensors, places: Places, compensated: Moment, worker_scale: PerBlock, exp_avg: Signs, coef: Floats,
+    exp_avg_sq: Moment | None, eps_inside_sqrt: bool, bits: Bits, partials: Doubles, found: Flag, hold: Flag,
+    worker_sq: Moment | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
@@ -102,10 +101,10 @@ def momentum_compress(
         compensated: c, float32, bfloat16, or codes in uint8 [P], read and written; its signs and sums are those of
             what is kept.
         worker_scale: s of the last step, float32 [B].
-        exp_avg_bits, exp_avg_scale: m of the last step; the bits may be ``bits``, which a worker alone sends nobody.
+        exp_avg: m of the last step; its bits may be ``bits``, which a worker alone sends nobody.
         exp_avg_sq: None, or float32, bfloat16 or codes [P]: then unit = 1/denom per coordinate, else the layer's.
-        live, live_row: The active mask: elements that count; others get c = 0.
-        bits: As ``exp_avg_bits``, written.
+        places: Elements that do not count get c = 0.
+        bits: As those of ``exp_avg``, written.
         partials: float64 [2, B], written: sums of |c| and of c^2; or [3, B] where ternary: number of elements that
             are not zero.
         found: int32 [1], ``NONFINITE`` is set where any gradient was dropped.
@@ -120,27 +119,27 @@ def momentum_compress(
     if hold:
         return
     ternary = bits.dim() == 3
-    flat = compensated.view(-1, block_size)
-    for tile in tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor)):
+    flat = places.rows(compensated)
+    for tile in tiles(places.sizes, len(bits), places.block_size, compensated.device, len(places.block_tensor)):
         b = tile.blocks
-        k = coef[block_tensor[b]]
-        m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
+        k = coef[places.block_tensor[b]]
+        m = scaled(exp_avg.bits[tile.chunk, ..., tile.bytes], exp_avg.scale[b, None])
         of_c, of_v, of_own = (None if row is None else row[b] for row in rows_of(octaves, 3))
         kept = rules.carried(m, kept_values(flat[b], of_c), worker_scale[b, None], k, ternary)
-        g = gather(grads, tile, block_size)
+        g = gather(grads, tile, places.block_size)
         if worker_sq is not None:
-            kept_sq = worker_sq.view(-1, block_size)[b]
+            kept_sq = places.rows(worker_sq)[b]
             own = rules.followed(kept_values(kept_sq, of_own, signed=False), g, k)
-            own = only_live(own, live, live_row, tile)
+            own = only_live(own, places, tile)
             keep(kept_sq, of_own, own, drawn, tile, signed=False)
-        v = None if exp_avg_sq is None else kept_values(exp_avg_sq.view(-1, block_size)[b], of_v, signed=False)
+        v = None if exp_avg_sq is None else kept_values(places.rows(exp_avg_sq)[b], of_v, signed=False)
         if v is not None and worker_sq is not None:
             v = rules.shared_or_own(v, own)
         if v is None:
             new = rules.with_gradient(kept, g, k)
         else:
             new = rules.with_preconditioned(kept, g, v, k, eps_inside_sqrt)
-        new = only_live(new, live, live_row, tile)
+        new = only_live(new, places, tile)
         if not write_partials(new, partials[:, b]):
             finite = rules.finite(new)
             new = tl.where(finite, new, kept)
@@ -152,23 +151,20 @@ def momentum_compress(
         compress(rounded, bits[tile.chunk, ..., tile.bytes])
 
 
-def settle(
-    compensated: Moment, scale: Floats, ternary: bool, live: Bits, live_row: Indices, octaves: Bits | None = None
-) -> None:
+def settle(compensated: Moment, scale: Floats, ternary: bool, places: Places, octaves: Bits | None = None) -> None:
     """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step, but by rounding.
 
     Args:
         compensated: float32 [n]; or bfloat16 or codes, which are rounded to nearest.
         scale: float32 [blocks of n].
         ternary: Whether sign(0) is 0.
-        live, live_row: The active mask: elements that count; others have no residual.
+        places: Of the n elements; those that do not count have no residual.
         octaves: uint8 [blocks of n], written, of codes; or None.
     """
-    block_size = compensated.numel() // scale.numel()
-    for tile in tiles((compensated.numel(),), 1, block_size, compensated.device):
-        c = compensated.view(-1, block_size)[tile.blocks]
+    for tile in tiles((compensated.numel(),), 1, places.block_size, compensated.device):
+        c = places.rows(compensated)[tile.blocks]
         of_c = None if octaves is None else octaves[tile.blocks]
         residual = rules.residual(kept_values(c, of_c), scale[tile.blocks, None], ternary)
-        residual = only_live(residual, live, live_row, tile)
+        residual = only_live(residual, places, tile)
         keep_nearest(residual, c, of_c)
     scale.zero_()

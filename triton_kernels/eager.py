@@ -19,6 +19,7 @@ from .codes import decode, encode, keep_nearest
 from .headers import PARTLY
 from .jit import numpy, tl
 from .layout import FlatLayout, Span
+from .nouns import Places
 from .tables import FULL_ROW, SPREAD
 
 ABS, SQUARE, NONZERO = 0, 1, 2  # rows of the partial sums; the last only where ternary
@@ -118,28 +119,26 @@ def scaled(bits: Tensor, scale: Tensor) -> Tensor:
     return tl.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
 
 
-def live_mask(live: Tensor, live_row: Tensor, tile: Tile) -> Tensor | None:
+def live_mask(places: Places, tile: Tile) -> Tensor | None:
     """Tells which elements of a tile count, bool [blocks, block_size]; None where all do."""
-    rows = live_row[tile.blocks]
+    rows = places.live_row[tile.blocks]
     if bool((rows == FULL_ROW).all()):
         return None
-    return signs(live[rows.long()], len(rows)) > 0
+    return signs(places.live[rows.long()], len(rows)) > 0
 
 
-def only_live(values: Tensor, live: Tensor, live_row: Tensor, tile: Tile) -> Tensor:
+def only_live(values: Tensor, places: Places, tile: Tile) -> Tensor:
     """Returns the values, zero where an element does not count."""
-    mask = live_mask(live, live_row, tile)
+    mask = live_mask(places, tile)
     return values if mask is None else tl.where(mask, values, 0.0)
 
 
 def move(
     params: Sequence[Tensor],
     tile: Tile,
-    block_size: int,
+    places: Places,
     update: Tensor,
     k: Tensor,
-    live: Tensor,
-    live_row: Tensor,
     rounding: Tensor | None,
     still: Tensor | None = None,
     correction: Tensor | None = None,
@@ -148,14 +147,14 @@ def move(
 
     Those that are ``still``, bool [blocks, block_size], stay where they are.
     """
-    x = gather(params, tile, block_size)
+    x = gather(params, tile, places.block_size)
     low = None if correction is None else correction[tile.start : tile.start + tile.numel].view(x.shape)
     if low is not None:
         x = join(x, low)
     new = rules.moved(x, update, k)
     new = new if still is None else tl.where(still, x, new)
     in_place = rounding is None and correction is None
-    write(params, tile, new if in_place else new.clone(), x, live, live_row, rounding, low)
+    write(params, tile, new if in_place else new.clone(), x, places, rounding, low)
     return new
 
 
@@ -164,13 +163,12 @@ def write(
     tile: Tile,
     new: Tensor,
     x: Tensor,
-    live: Tensor,
-    live_row: Tensor,
+    places: Places,
     rounding: Tensor | None,
     correction: Tensor | None = None,
 ) -> None:
     """Writes ``new`` values, which may change, to the elements of a tile that count; others stay ``x``."""
-    mask = live_mask(live, live_row, tile)
+    mask = live_mask(places, tile)
     new = new if mask is None else tl.where(mask, new, x)
     if correction is not None:
         low = part_bfloat16(new, params, tile, rounding, correction)

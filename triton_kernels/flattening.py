@@ -18,11 +18,13 @@ from torch import Tensor
 
 from .jit import Deferred, tl
 from .native.generate import Place, Spec
-from .nouns import Derived, Sizes, Tensors
+from .nouns import Derived, Places, Sizes, Tensors
 
 _SCHEMAS = {int: "int", float: "float", bool: "bool", Tensors: "Tensor[]", Sizes: "SymInt[]"}
 _NOTHING = {"int": 0, "float": 0.0, "bool": False}
 REQUIRED = inspect.Parameter.empty
+_UNPREFIXED = (Places,)
+"""Nouns of which no op has two, and whose fields kernels know by their own names."""
 
 
 class Slot(NamedTuple):
@@ -62,7 +64,8 @@ class Signature:
     Attributes:
         slots: By flat names.
         derived: What kernels find in nouns besides: types, functions, and the flat names of these functions' arguments.
-        places: Where kernels find fields and what is derived, by the flat names that kernels have.
+        places: Where a kernel finds fields, and what is derived, of the nouns that it takes, by their flat names. Of
+            others it takes fields by these names.
     """
 
     def __init__(self, eager: Callable[..., None]) -> None:
@@ -87,13 +90,12 @@ class Signature:
         for field in kind._fields:
             hint, may_be_none = _given(hints[field])
             default = kind._field_defaults.get(field, REQUIRED)
-            self.slots[f"{name}_{field}"] = _slot(hint, may_be_none or (optional and hint not in _SCHEMAS), default)
+            may_be_none |= optional and hint not in _SCHEMAS
+            self.slots[_flat(name, kind, field)] = _slot(hint, may_be_none, default)
         self._nouns[name] = _Noun(kind, optional, first, list(self.slots.values())[first:])
         for derived, (triton, function) in _derived(kind).items():
-            needed = [f"{name}_{each}" for each in inspect.signature(function).parameters]
-            self.derived[f"{name}_{derived}"] = triton, function, needed
-        for field, flat in self._fields_in_kernels(name).items():
-            self.places[flat] = Place(name, kind.__name__, field)
+            needed = [_flat(name, kind, each) for each in inspect.signature(function).parameters]
+            self.derived[_flat(name, kind, derived)] = triton, function, needed
 
     def flat(self, arguments: Sequence[Any]) -> Sequence[Any]:
         """Return arguments with nouns as their fields."""
@@ -135,21 +137,25 @@ class Signature:
     def kernel(self, kernel: Deferred) -> Deferred:
         """Return the kernel with flat arguments."""
         declared = inspect.signature(kernel.function).parameters
-        if not any(name in self._nouns for name in declared):
+        nouns = [name for name in declared if name in self._nouns]
+        if not nouns:
             return kernel
+        for name in nouns:
+            for field, flat in self._fields_in_kernels(name).items():
+                self.places[flat] = Place(name, self._nouns[name].kind.__name__, field)
         names: dict[str, Any] = {"tl": tl, "of_nouns": kernel}
-        flat, given = [], []
+        flat_names, given = [], []
         for name, parameter in declared.items():
             if name not in self._nouns:
                 annotated = "" if parameter.annotation is REQUIRED else f": {parameter.annotation}"
-                flat.append(name + annotated)
+                flat_names.append(name + annotated)
                 given.append(name)
                 continue
             fields = self._fields_in_kernels(name)
             names[f"noun_{name}"] = namedtuple(self._nouns[name].kind.__name__, fields)
-            flat += [f"{each}: tl.constexpr" if each.isupper() else each for each in fields.values()]
+            flat_names += [f"{each}: tl.constexpr" if each.isupper() else each for each in fields.values()]
             given.append(f"noun_{name}({', '.join(fields.values())})")
-        return _printed(kernel, names, flat, given)
+        return _printed(kernel, names, flat_names, given)
 
     def _fields_in_kernels(self, name: str) -> dict[str, str]:
         """Return what a kernel finds in a noun, and the flat name of each; constants in capitals."""
@@ -159,6 +165,11 @@ class Signature:
             constant = slot.schema == "bool"
             fields[field.upper() if constant else field] = f"{name}_{field}".upper() if constant else f"{name}_{field}"
         return fields | {each: f"{name}_{each}" for each in _derived(noun.kind)}
+
+
+def _flat(argument: str, noun: type[Any], field: str) -> str:
+    """Return what a field is called where it is an argument by itself."""
+    return field if noun in _UNPREFIXED else f"{argument}_{field}"
 
 
 def _derived(noun: type[Any]) -> Derived:

@@ -8,14 +8,13 @@ from torch import Tensor
 from . import rules
 from .eager import gather, only_live, square_sum, tiles
 from .jit import of
-from .nouns import Bits, Floats, Indices, PerElement, Sizes, Tensors, Variance
+from .nouns import Floats, PerElement, Places, Tensors, Variance
 from .rules import BETA1, RSQRT_BIAS2, UNBIAS1, UNIT
 
 
 def freeze(
-    sizes: Sizes, block_size: int, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool,
-    precondition: bool, coef: Floats, block_tensor: Indices, dead_value: Floats | None, least: Floats | None,
-    bfloat16: bool = False,
+    places: Places, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool, precondition: bool, coef: Floats,
+    dead_value: Floats | None, least: Floats | None, bfloat16: bool = False,
 ) -> None:  # fmt: skip
     """Turns the warm-up's state into the compression stage's, in place; runs once per freeze.
 
@@ -31,10 +30,10 @@ def freeze(
         least: What v must at least be, float32 [tensors], or None.
         bfloat16: Rounds v to what bfloat16 can represent, before it is used.
     """
-    for tile in tiles(sizes, 1, block_size, exp_avg.device):
-        owner = block_tensor[tile.blocks]
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device):
+        owner = places.block_tensor[tile.blocks]
         k = coef[owner]
-        c, v = exp_avg.view(-1, block_size)[tile.blocks], exp_avg_sq.view(-1, block_size)[tile.blocks]
+        c, v = places.rows(exp_avg)[tile.blocks], places.rows(exp_avg_sq)[tile.blocks]
         if dead_value is not None:
             v.copy_(torch.where(v == 0, dead_value[owner][:, None], v))
         if least is not None:
@@ -46,8 +45,7 @@ def freeze(
 
 
 def rewarm(
-    sizes: Sizes, block_size: int, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool,
-    precondition: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices,
+    places: Places, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool, precondition: bool, coef: Floats,
 ) -> None:  # fmt: skip
     """Turns the compression stage's momentum and variance back into the warm-up's, in place; see ``freeze``.
 
@@ -60,69 +58,68 @@ def rewarm(
         exp_avg: float32 or bfloat16 [P]: unit*m is read, m written.
         exp_avg_sq: float32 or bfloat16 [P]: v is read, v / (1 - beta2^F) written.
         precondition: Whether the unit of each coordinate is that of its layer over denom.
-        live, live_row: The active mask: elements that count; others get v = 0.
+        places: Elements that do not count get v = 0.
     """
-    for tile in tiles(sizes, 1, block_size, exp_avg.device):
-        k = coef[block_tensor[tile.blocks]]
-        kept_m, kept_v = (x.view(-1, block_size)[tile.blocks] for x in (exp_avg, exp_avg_sq))
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device):
+        k = coef[places.block_tensor[tile.blocks]]
+        kept_m, kept_v = (places.rows(x)[tile.blocks] for x in (exp_avg, exp_avg_sq))
         m, v = kept_m.float() / of(k, UNIT), kept_v.float()
         if precondition:
             m *= rules.denominator(v, k, eps_inside_sqrt)
-        kept_v.copy_(only_live(v * of(k, RSQRT_BIAS2) * of(k, RSQRT_BIAS2), live, live_row, tile))
+        kept_v.copy_(only_live(v * of(k, RSQRT_BIAS2) * of(k, RSQRT_BIAS2), places, tile))
         most = kept_v.float().sqrt() / of(k, UNBIAS1)
         kept_m.copy_(torch.clamp(m, -most, most))
 
 
-def live_variance(sizes: Sizes, block_size: int, exp_avg_sq: Variance) -> Tensor:
+def live_variance(places: Places, exp_avg_sq: Variance) -> Tensor:
     """Sums v, and counts v > 0, by block: float64 [2, B]; arguments as for ``apply_momentum``."""
-    sums = exp_avg_sq.new_zeros(2, len(exp_avg_sq) // block_size, dtype=torch.float64)
-    for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
-        v = exp_avg_sq.view(-1, block_size)[tile.blocks]
+    sums = exp_avg_sq.new_zeros(2, len(exp_avg_sq) // places.block_size, dtype=torch.float64)
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg_sq.device):
+        v = places.rows(exp_avg_sq)[tile.blocks]
         sums[0, tile.blocks] = v.sum(1, dtype=torch.float64)
         sums[1, tile.blocks] = (v > 0).sum(1).double()
     return sums
 
 
-def square_sums(sizes: Sizes, block_size: int, x: PerElement, live: Bits, live_row: Indices) -> Tensor:
+def square_sums(places: Places, x: PerElement) -> Tensor:
     """Sums by block the squares of the live elements of ``x`` float32 [P]: float64 [B].
 
     Other arguments as for ``apply_momentum``.
     """
-    sums = x.new_zeros(len(x) // block_size, dtype=torch.float64)
-    for tile in tiles(sizes, 1, block_size, x.device):
-        sums[tile.blocks] = square_sum(only_live(x.view(-1, block_size)[tile.blocks], live, live_row, tile))
+    sums = x.new_zeros(len(x) // places.block_size, dtype=torch.float64)
+    for tile in tiles(places.sizes, 1, places.block_size, x.device):
+        sums[tile.blocks] = square_sum(only_live(places.rows(x)[tile.blocks], places, tile))
     return sums
 
 
-def param_squares(params: Tensors, sizes: Sizes, block_size: int, live: Bits, live_row: Indices) -> Tensor:
+def param_squares(params: Tensors, places: Places) -> Tensor:
     """Sums by block the squares of parameters' live elements: float64 [B]; arguments as for ``apply_momentum``."""
-    sums = torch.zeros(len(live_row), dtype=torch.float64, device=live_row.device)
-    for tile in tiles(sizes, 1, block_size, live_row.device, len(live_row)):
-        x = only_live(gather(params, tile, block_size), live, live_row, tile)
+    sums = torch.zeros(len(places.live_row), dtype=torch.float64, device=places.live_row.device)
+    for tile in tiles(places.sizes, 1, places.block_size, places.live_row.device, len(places.live_row)):
+        x = only_live(gather(params, tile, places.block_size), places, tile)
         sums[tile.blocks] = square_sum(x)
     return sums
 
 
 def update_sums(
-    sizes: Sizes, block_size: int, x: Variance | None, exp_avg_sq: Variance, eps_inside_sqrt: bool, coef: Floats,
-    block_tensor: Indices, live: Bits, live_row: Indices,
+    places: Places, x: Variance | None, exp_avg_sq: Variance, eps_inside_sqrt: bool, coef: Floats,
 ) -> Tensor:  # fmt: skip
     """Sums (x/denom)^2 by block over live elements: float64 [B]; ``x`` None is 1.
 
     Other arguments as for ``apply_momentum``.
     """
-    sums = exp_avg_sq.new_zeros(len(exp_avg_sq) // block_size, dtype=torch.float64)
-    for tile in tiles(sizes, 1, block_size, exp_avg_sq.device):
+    sums = exp_avg_sq.new_zeros(len(exp_avg_sq) // places.block_size, dtype=torch.float64)
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg_sq.device):
         b = tile.blocks
-        v = exp_avg_sq.view(-1, block_size)[b].float()
-        d = rules.denominator(v, coef[block_tensor[b]], eps_inside_sqrt)
-        wide = torch.ones_like(d) if x is None else x.view(-1, block_size)[b].float()
-        wide = only_live(wide, live, live_row, tile).double()
+        v = places.rows(exp_avg_sq)[b].float()
+        d = rules.denominator(v, coef[places.block_tensor[b]], eps_inside_sqrt)
+        wide = torch.ones_like(d) if x is None else places.rows(x)[b].float()
+        wide = only_live(wide, places, tile).double()
         sums[b] = (wide / d.clamp(min=torch.finfo(torch.float32).tiny)).square().sum(1)
     return sums
 
 
-def exponents(sizes: Sizes, block_size: int, x: Variance, live: Bits, live_row: Indices) -> Tensor:
+def exponents(places: Places, x: Variance) -> Tensor:
     """Counts the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
 
     Other arguments as for ``apply_momentum``.
@@ -134,8 +131,8 @@ def exponents(sizes: Sizes, block_size: int, x: Variance, live: Bits, live_row: 
         int64 [32768]; bin i begins at the float32 whose bits are ``i << 16``.
     """
     counts = torch.zeros(1 << 15, dtype=torch.int64, device=x.device)
-    for tile in tiles(sizes, 1, block_size, x.device):
-        values = only_live(x.view(-1, block_size)[tile.blocks].float(), live, live_row, tile).reshape(-1)
+    for tile in tiles(places.sizes, 1, places.block_size, x.device):
+        values = only_live(places.rows(x)[tile.blocks].float(), places, tile).reshape(-1)
         bins = values[values > 0].view(torch.int32) >> 16
         counts += torch.bincount(bins, minlength=len(counts))
     return counts

@@ -30,7 +30,8 @@ from .nouns import (
     Moment,
     PerBlock,
     PerElement,
-    Sizes,
+    Places,
+    Signs,
     Tensors,
     Variance,
 )
@@ -73,9 +74,8 @@ def lamb_update_kernel(
     writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "found", "found_before", "octaves"),
 )
 def lamb_update(
-    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
-    eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
-    exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles, found: Flag | None = None,
+    params: Tensors, grads: Tensors, places: Places, exp_avg: Moment, exp_avg_sq: Moment, eps_inside_sqrt: bool,
+    coef: Floats, skip: Flag, exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles, found: Flag | None = None,
     found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
@@ -93,12 +93,12 @@ def lamb_update(
         found_before.zero_()
     if skip:
         return
-    for tile in tiles(sizes, 1, block_size, exp_avg.device):
-        k = coef[block_tensor[tile.blocks]]
-        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device):
+        k = coef[places.block_tensor[tile.blocks]]
+        g = only_live(gather(grads, tile, places.block_size), places, tile)
         m, v, _ = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k, as_kept=True)
-        x = only_live(gather(params, tile, block_size), live, live_row, tile)
-        u = only_live(rules.lamb(x, m, v, k, eps_inside_sqrt), live, live_row, tile)
+        x = only_live(gather(params, tile, places.block_size), places, tile)
+        u = only_live(rules.lamb(x, m, v, k, eps_inside_sqrt), places, tile)
         for row, values in enumerate((x, u)):
             norms[row, tile.blocks] = square_sum(values)
 
@@ -186,9 +186,8 @@ def lamb_move_kernel(
 
 @op(lamb_move_kernel, writes=("params",))
 def lamb_move(
-    params: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
-    eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
-    rounding: Counters | None, octaves: Bits | None = None,
+    params: Tensors, places: Places, exp_avg: Moment, exp_avg_sq: Moment, eps_inside_sqrt: bool, coef: Floats,
+    skip: Flag, rounding: Counters | None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
 
@@ -196,13 +195,13 @@ def lamb_move(
     """
     if skip:
         return
-    for tile in tiles(sizes, 1, block_size, exp_avg.device):
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device):
         b = tile.blocks
-        k = coef[block_tensor[b]]
+        k = coef[places.block_tensor[b]]
         of_m, of_v = (None, None) if octaves is None else (octaves[0, b], octaves[1, b])
-        m = kept_values(exp_avg.view(-1, block_size)[b], of_m)
-        v = kept_values(exp_avg_sq.view(-1, block_size)[b], of_v, signed=False)
-        move(params, tile, block_size, rules.preconditioned(m, v, k, eps_inside_sqrt), k, live, live_row, rounding)
+        m = kept_values(places.rows(exp_avg)[b], of_m)
+        v = kept_values(places.rows(exp_avg_sq)[b], of_v, signed=False)
+        move(params, tile, places, rules.preconditioned(m, v, k, eps_inside_sqrt), k, rounding)
 
 
 @jit()
@@ -256,10 +255,9 @@ def lamb_ratio_kernel(
 
 @op(lamb_ratio_kernel, writes=("last_bits", "last_scale", "fresh", "largest", "norms"))
 def lamb_ratio(
-    params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, last_bits: Bits,
-    last_scale: PerBlock, exp_avg_sq: Variance, fresh: PerElement, started: Flag, eps_inside_sqrt: bool,
-    preconditioned: bool, deepspeed: bool, coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices,
-    skip: Flag, largest: PerBlock, norms: Doubles | None,
+    params: Tensors, places: Places, exp_avg: Signs, last: Signs, exp_avg_sq: Variance, fresh: PerElement,
+    started: Flag, eps_inside_sqrt: bool,
+    preconditioned: bool, deepspeed: bool, coef: Floats, skip: Flag, largest: PerBlock, norms: Doubles | None,
 ) -> None:  # fmt: skip
     """Rebuilds the gradient, updates the fresh variance, finds the largest ratio of each block (lines 15 to 17).
 
@@ -272,8 +270,8 @@ def lamb_ratio(
 
     Args:
         params: Read only for ``norms``.
-        exp_avg_bits, exp_avg_scale: m_t, times unit.
-        last_bits, last_scale: m_{t-1}, contiguous, read and written.
+        exp_avg: m_t, times unit.
+        last: m_{t-1}, its bits contiguous, read and written.
         exp_avg_sq: v_{T_w}, the frozen variance, float32 or bfloat16 [P].
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
         started: int32 [1], 0 before the first step.
@@ -286,27 +284,27 @@ def lamb_ratio(
     """
     if skip:
         return
-    for tile in tiles(sizes, len(exp_avg_bits), block_size, fresh.device, len(block_tensor)):
+    for tile in tiles(places.sizes, len(exp_avg.bits), places.block_size, fresh.device, len(places.block_tensor)):
         b = tile.blocks
-        k = coef[block_tensor[b]]
-        frozen, held = exp_avg_sq.view(-1, block_size)[b].float(), fresh.view(-1, block_size)[b]
-        packed, last_packed = (bits[tile.chunk, ..., tile.bytes] for bits in (exp_avg_bits, last_bits))
-        m = scaled(packed, rules.plain_scale(exp_avg_scale[b, None], k))
-        last = scaled(last_packed, rules.plain_scale(last_scale[b, None], k))
+        k = coef[places.block_tensor[b]]
+        frozen, held = places.rows(exp_avg_sq)[b].float(), places.rows(fresh)[b]
+        packed, last_packed = (bits[tile.chunk, ..., tile.bytes] for bits in (exp_avg.bits, last.bits))
+        m = scaled(packed, rules.plain_scale(exp_avg.scale[b, None], k))
+        last_m = scaled(last_packed, rules.plain_scale(last.scale[b, None], k))
         if preconditioned:
-            m, last = (x.mul_(rules.denominator(frozen, k, eps_inside_sqrt)) for x in (m, last))
-        g = rules.rebuilt_gradient(m, last if started else held, k)
-        v = only_live(rules.variance(held if started else frozen, g, k), live, live_row, tile)
+            m, last_m = (x.mul_(rules.denominator(frozen, k, eps_inside_sqrt)) for x in (m, last_m))
+        g = rules.rebuilt_gradient(m, last_m if started else held, k)
+        v = only_live(rules.variance(held if started else frozen, g, k), places, tile)
         ratio = rules.variance_ratio(frozen, v, k, eps_inside_sqrt, deepspeed)
-        largest[b] = only_live(ratio, live, live_row, tile).amax(1)
+        largest[b] = only_live(ratio, places, tile).amax(1)
         held.copy_(v)
         last_packed.copy_(packed)
-        last_scale[b] = exp_avg_scale[b]
+        last.scale[b] = exp_avg.scale[b]
         if norms is not None:
             adam = rules.preconditioned(rules.unbiased(m, k), frozen, k, eps_inside_sqrt)
-            u = rules.decaying(adam, gather(params, tile, block_size), k)
+            u = rules.decaying(adam, gather(params, tile, places.block_size), k)
             for row, values in enumerate((adam, u)):
-                norms[row, b] = square_sum(only_live(values, live, live_row, tile))
+                norms[row, b] = square_sum(only_live(values, places, tile))
 
 
 @jit()

@@ -15,7 +15,7 @@ from . import user_tensors as users
 from .advance import plain_power, power
 from .eager import gather, only_live, tiles
 from .jit import jit, rule, tl
-from .nouns import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Table, Tensors
+from .nouns import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Places, Table, Tensors
 from .op import op
 from .renewal import followed_level
 from .rules import BETA2, COLUMNS, LARGEST
@@ -67,8 +67,8 @@ def tell_level_kernel(
 
 @op(tell_level_kernel, writes=("projections", "sums"))
 def tell_level(
-    grads: Tensors, sizes: Sizes, block_size: int, exp_avg_sq: PerElement, factor: Floats | None, updates: Counters,
-    live: Bits, live_row: Indices, share: Indices, place: Indices, projections: Floats, sums: PerBlock,
+    grads: Tensors, places: Places, exp_avg_sq: PerElement, factor: Floats | None, updates: Counters, share: Indices,
+    place: Indices, projections: Floats, sums: PerBlock,
 ) -> None:  # fmt: skip
     """Writes the sums of a worker's gradient with random signs, and those of its v.
 
@@ -76,24 +76,23 @@ def tell_level(
     elements' places, the same on all ranks.
 
     Args:
-        grads, sizes, block_size: As for ``momentum_compress``.
+        grads, places: As for ``momentum_compress``.
         exp_avg_sq: v, float32 [P].
         factor: What gradients are multiplied with, float32 [1]; None: nothing.
         updates: int64 [].
-        live, live_row: The active mask: elements that count.
         share: Elements of which a projection is the sum: a power of two, int32 [B].
         place: Where each block's projections begin, int32 [B].
         projections: float32 [projections], written.
         sums: float32 [B], written: of v.
     """
-    for tile in tiles(sizes, 1, block_size, exp_avg_sq.device, len(live_row)):
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg_sq.device, len(places.live_row)):
         b = tile.blocks
-        v = only_live(exp_avg_sq.view(-1, block_size)[b], live, live_row, tile)
+        v = only_live(places.rows(exp_avg_sq)[b], places, tile)
         sums[b] = v.sum(1, dtype=torch.float64).clamp(max=LARGEST).float()
-        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+        g = only_live(gather(grads, tile, places.block_size), places, tile)
         g = g if factor is None else g * factor
-        x = g * random_signs(updates, b.start, (len(g), block_size))
-        for fold in range(block_size.bit_length()):
+        x = g * random_signs(updates, b.start, (len(g), places.block_size))
+        for fold in range(places.block_size.bit_length()):
             rows = (share[b] == 1 << fold).nonzero().flatten()
             at = place[b][rows, None] + torch.arange(x.shape[1], device=x.device)
             projections[at.long()] = x[rows] + 0.0

@@ -10,7 +10,7 @@ from . import headers, rules
 from . import user_tensors as users
 from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .nouns import Bits, Counters, Flag, Floats, Headers, Indices, PerBlock, PerElement, Sizes, Tensors
+from .nouns import Bits, Counters, Flag, Floats, Headers, PerBlock, PerElement, Places, Tensors
 from .op import op
 from .rules import ONE_MINUS_BETA1
 
@@ -123,10 +123,10 @@ def local_update_kernel(
     },
 )
 def local_update(
-    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, first: int, last: int, exp_avg: PerElement | None,
+    params: Tensors, grads: Tensors, places: Places, first: int, last: int, exp_avg: PerElement | None,
     exp_avg_sq: PerElement | None, compensated: PerElement, scale: PerBlock, limit: PerBlock, bits: Bits, coef: Floats,
-    block_tensor: Indices, live: Bits, live_row: Indices, factor: Floats, share: float, hold: Flag, decays: bool,
-    moves: bool, anchor: PerElement | None, words: Headers, number: int, tag: int, told: int, digest: Counters,
+    factor: Floats, share: float, hold: Flag, decays: bool, moves: bool, anchor: PerElement | None, words: Headers,
+    number: int, tag: int, told: int, digest: Counters,
 ) -> None:  # fmt: skip
     """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
@@ -150,7 +150,7 @@ def local_update(
         limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's; then infinity.
         bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless ``moves``.
         coef: STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
-        live, live_row: The active mask: elements that count; others get c = 0.
+        places: Elements that do not count get c = 0.
         factor: float32 [1], what gradients are multiplied with.
         share: What c is multiplied with where it is written: 1, or 1/W of what is summed over the ranks next.
         hold: int32 [1]; where set u = 0 and moments stay.
@@ -166,22 +166,22 @@ def local_update(
         for word, value in ((STEP, number), (DIGEST, headers.folded(digest)), (TAG, tag), (SIGNAL, 0)):
             own[:, word] = value
         own[:, FLAGS] |= told
-    flat = compensated[: len(scale) * block_size].view(-1, block_size)
-    every = tiles(sizes, len(bits), block_size, compensated.device, len(block_tensor))
+    flat = places.rows(compensated[: len(scale) * places.block_size])
+    every = tiles(places.sizes, len(bits), places.block_size, compensated.device, len(places.block_tensor))
     of_a_chunk = len(every) // len(bits)
     for tile in every[first * of_a_chunk : last * of_a_chunk]:
         b = tile.blocks
         own_bits = bits[tile.chunk, tile.bytes]
         sent = scaled(own_bits, scale[b, None])
-        kept = only_live(rules.compensation(flat[b], sent, limit[b, None]), live, live_row, tile)
-        k = coef[block_tensor[b]]
-        g = rules.counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k) * factor
-        x = gather(params, tile, block_size) if decays or moves else None
+        kept = only_live(rules.compensation(flat[b], sent, limit[b, None]), places, tile)
+        k = coef[places.block_tensor[b]]
+        g = rules.counted(only_live(gather(grads, tile, places.block_size), places, tile), k) * factor
+        x = gather(params, tile, places.block_size) if decays or moves else None
         if anchor is not None and x is not None:
-            anchor[: len(scale) * block_size].view(-1, block_size)[b] = x
-        decaying = only_live(x, live, live_row, tile) if decays and x is not None else None
+            places.rows(anchor[: len(scale) * places.block_size])[b] = x
+        decaying = only_live(x, places, tile) if decays and x is not None else None
         m, v, u = _update(g, decaying, exp_avg, exp_avg_sq, tile, k)
-        u = only_live(u, live, live_row, tile)
+        u = only_live(u, places, tile)
         finite = rules.finite(kept + u) if v is None else rules.finite(kept + u) & rules.finite(v)
         counts = torch.zeros_like(finite) if hold else finite
         if not (hold or finite.all()):
@@ -191,7 +191,7 @@ def local_update(
         flat[b], scale[b], limit[b] = c * share, 0.0, rules.INFINITY
         for buffer, new in ((exp_avg, m), (exp_avg_sq, v)):
             if buffer is not None and new is not None:
-                old = buffer.view(-1, block_size)[b]
+                old = places.rows(buffer)[b]
                 old.copy_(tl.where(counts, new, old))
         if moves:
             assert x is not None

@@ -10,12 +10,16 @@ and functions of fields, whose arguments are bound by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .native.generate import Spec
+
+if TYPE_CHECKING:
+    from .layout import FlatLayout
+    from .tables import LiveTable
 
 Floats = Annotated[Tensor, Spec(torch.float32)]
 PerElement = Annotated[Tensor, Spec(torch.float32, "element")]
@@ -55,6 +59,46 @@ def stride(tensor: Tensor | None) -> int:
     if tensor is None or not tensor.dim():
         return 0
     return tensor.stride(0) // 4 if tensor.dtype is torch.uint32 else tensor.stride(0)
+
+
+class Places(NamedTuple):
+    """Where tensors lie in the flat index space, and which of its elements count.
+
+    Every op that walks over it takes one, whose fields keep their names where they are flat.
+    """
+
+    sizes: Sizes
+    """Elements of each tensor; empty of a part of the space, such as a server's chunk."""
+    block_size: int
+    """Elements of a block."""
+    block_tensor: Indices
+    """Each block's tensor, int32 [B]."""
+    live: Bits
+    """The patterns of elements that count, uint8 [patterns, block_size / 8], LSB first (``tables.live_table``)."""
+    live_row: Indices
+    """Each block's pattern, int32 [B]."""
+
+    @classmethod
+    def of(cls, layout: FlatLayout, block_tensor: Tensor, live: LiveTable) -> Places:
+        """Return those of a layout, on the device of the tables."""
+        return cls(layout.sizes, layout.block_size, block_tensor, live.bits, live.row)
+
+    def at(self, blocks: slice) -> Places:
+        """Return those of some of the blocks."""
+        return self._replace(sizes=(), block_tensor=self.block_tensor[blocks], live_row=self.live_row[blocks])
+
+    def rows(self, x: Tensor) -> Tensor:
+        """View x [blocks * block_size] as [blocks, block_size]."""
+        return x.view(-1, self.block_size)
+
+
+class Signs(NamedTuple):
+    """Numbers of one bit each: a scale of each block, times signs."""
+
+    bits: Bits
+    """LSB first, uint8 [W, P / 8W]; or, where ternary, uint8 [W, 2, P / 8W]: signs, and which are not zero."""
+    scale: PerBlock
+    """float32 [B]."""
 
 
 class Header(NamedTuple):

@@ -9,7 +9,7 @@ from . import block_io as io
 from . import headers, rules
 from .eager import compress, keep, kept_values, only_live, scaled, tiles, write_partials
 from .jit import jit, tl
-from .nouns import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, Moment, PerBlock
+from .nouns import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, Moment, PerBlock, Places
 from .op import op
 
 SIGN = 0x80000000  # of a float32's bits
@@ -190,11 +190,10 @@ def _warps(block_size: int, TERNARY: bool, compensated: Tensor | None) -> int:
     },
 )
 def server_reduce(
-    arrived_bits: Bits, arrived_scales: Floats, arrived_words: Headers, own_words: Flag, slot: Indices,
-    block_size: int, compensated: Moment, server_scale: PerBlock, live: Bits, live_row: Indices, bits: Bits,
-    partials: Doubles, hold: Flag, flags: Flag, kept_words: Headers, header: Headers | None = None, number: int = 0,
-    counter: Flag | None = None, tag: int = 0, drawn: Counters | None = None,
-    octaves: Bits | None = None,
+    arrived_bits: Bits, arrived_scales: Floats, arrived_words: Headers, own_words: Flag, slot: Indices, places: Places,
+    compensated: Moment, server_scale: PerBlock, bits: Bits, partials: Doubles, hold: Flag, flags: Flag,
+    kept_words: Headers, header: Headers | None = None, number: int = 0, counter: Flag | None = None, tag: int = 0,
+    drawn: Counters | None = None, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
 
@@ -209,10 +208,9 @@ def server_reduce(
         arrived_words: int32 [W, 8], the headers.
         own_words: int32 [8], this rank's.
         slot: int32 [B / W], each block's slot.
-        block_size: Elements per block.
         compensated: The server's c, float32, bfloat16 or codes [P / W], read and written; or empty.
         server_scale: Its s of the last step, float32 [B / W].
-        live, live_row: The active mask: elements of this chunk that count.
+        places: Of this chunk.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
         partials: float64 [2, B / W], or [3, B / W], written as by ``momentum_compress``.
         hold: int32 [1]; where set nothing is written but what follows.
@@ -232,10 +230,10 @@ def server_reduce(
             header[:, word] = value
     if hold:
         return
-    world_size, keeps, flat = len(arrived_bits), compensated.numel() > 0, compensated.view(-1, block_size)
-    for tile in tiles((len(live_row) * block_size,), 1, block_size, compensated.device):
+    world_size, keeps, flat = len(arrived_bits), compensated.numel() > 0, places.rows(compensated)
+    for tile in tiles((len(places.live_row) * places.block_size,), 1, places.block_size, compensated.device):
         b = tile.blocks
-        total = torch.zeros(tile.numel // block_size, block_size, device=compensated.device)
+        total = torch.zeros(tile.numel // places.block_size, places.block_size, device=compensated.device)
         new = torch.zeros_like(total)
         if keeps:
             of_c = None if octaves is None else octaves[b]
@@ -245,7 +243,7 @@ def server_reduce(
             for w in range(world_size):
                 total += scaled(arrived_bits[w, ..., tile.bytes], scales[w, :, None])
             new += total
-        new = only_live(new, live, live_row, tile)
+        new = only_live(new, places, tile)
         if keeps:
             new = keep(flat[b], of_c, new, drawn, tile)
         compress(new, bits[0, ..., tile.bytes])

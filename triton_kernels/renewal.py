@@ -10,7 +10,7 @@ from .advance import plain_power, power
 from .codes import coded, decode, decoded, keep_nearest, load_codes, store_codes
 from .eager import kept_values, nearest, only_live, scaled, tiles
 from .jit import jit, rule, tl
-from .nouns import Bits, Doubles, Flag, Floats, Indices, Moment, PerBlock, Table
+from .nouns import Bits, Doubles, Flag, Floats, Moment, PerBlock, Places, Signs, Table
 from .op import op
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
 from .squares import ALIVE, PROJECTED, TOTAL
@@ -240,10 +240,10 @@ def renew_kernel(
     },
 )
 def renew(
-    block_size: int, compensated: Moment | None, scale: PerBlock | None, settled: PerBlock | None,
-    exp_avg_bits: Bits | None, exp_avg_scale: PerBlock | None, ternary: bool, eps_inside_sqrt: bool, coef: Floats,
-    block_tensor: Indices, exp_avg_sq: Moment, logs: Bits, tops: Bits, factors: Floats, live: Bits,
-    live_row: Indices, writes: bool, octaves: Bits | None = None, v_octaves: Bits | None = None,
+    places: Places, compensated: Moment | None, scale: PerBlock | None, settled: PerBlock | None,
+    exp_avg: Signs | None, ternary: bool, eps_inside_sqrt: bool, coef: Floats,
+    exp_avg_sq: Moment, logs: Bits, tops: Bits, factors: Floats, writes: bool, octaves: Bits | None = None,
+    v_octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Brings what is divided by one variance's root to the unit of the next: times old over new denominator.
 
@@ -251,45 +251,44 @@ def renew(
     the next ``momentum_compress`` finds there what both contribute, so that nothing of what was compressed is lost.
 
     Args:
-        block_size: Elements of a block.
         compensated: float32, bfloat16 or codes [n], read and written, to nearest: c, of a worker or of a server; None:
             nothing was divided.
         scale: float32 [blocks], s of c; written: 0.
         settled: float32 [blocks], to which it is added.
-        exp_avg_bits, exp_avg_scale: m of the last step, uint8 [chunks, ...] and float32 [blocks], written: 0. Of a
+        exp_avg: m of the last step, of whose bits there is a row for each chunk; scales are written: 0. Of a
             server None.
         ternary: Whether bits have two planes.
-        eps_inside_sqrt, coef, block_tensor, live, live_row: As for ``momentum_compress``.
+        places, eps_inside_sqrt, coef: As for ``momentum_compress``.
         exp_avg_sq: v, in whose unit c still is, float32, bfloat16 or codes [n].
         logs, tops: uint8 [chunks, elements] and [chunks, blocks], of which the next v is made, see ``codes.encode``.
         factors: float32 [3, tensors], as ``renew_levels`` writes it.
         writes: Whether ``exp_avg_sq`` becomes the next v.
         octaves, v_octaves: uint8 [blocks] each, of codes of c and of v, written with these; None: there are none.
     """
-    v_of, flat = exp_avg_sq.view(-1, block_size), None if compensated is None else compensated.view(-1, block_size)
-    for tile in tiles((exp_avg_sq.numel(),), len(logs), block_size, exp_avg_sq.device, len(live_row)):
-        b, owner, first = tile.blocks, block_tensor[tile.blocks], tile.chunk * tops.shape[1]
+    v_of, flat = places.rows(exp_avg_sq), None if compensated is None else places.rows(compensated)
+    for tile in tiles((exp_avg_sq.numel(),), len(logs), places.block_size, exp_avg_sq.device, len(places.live_row)):
+        b, owner, first = tile.blocks, places.block_tensor[tile.blocks], tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
-        mean_sq = decode(logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
+        mean_sq = decode(places.rows(logs[tile.chunk])[own], tops[tile.chunk, own])
         of_c, of_v = (None if each is None else each[b] for each in (octaves, v_octaves))
         last = kept_values(v_of[b], of_v, signed=False)
         new = rules.renewed(mean_sq, *factors[:, owner, None])
-        new = only_live(tl.where(factors[USUAL, owner, None] > 0, new, last), live, live_row, tile)
+        new = only_live(tl.where(factors[USUAL, owner, None] > 0, new, last), places, tile)
         new = nearest(new, exp_avg_sq.dtype, signed=False)
         if flat is not None and scale is not None:
             k, s, c = coef[owner], scale[b, None], kept_values(flat[b], of_c)
-            if exp_avg_bits is None or exp_avg_scale is None:
+            if exp_avg is None:
                 kept = rules.residual(c, s, ternary)
             else:
-                m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], exp_avg_scale[b, None])
+                m = scaled(exp_avg.bits[tile.chunk, ..., tile.bytes], exp_avg.scale[b, None])
                 kept = rules.carried(m, c, s, k, ternary)
             units = (rules.denominator(each, k, eps_inside_sqrt) for each in (last, new))
-            c = only_live(rules.in_unit(kept, last, *units), live, live_row, tile)
+            c = only_live(rules.in_unit(kept, last, *units), places, tile)
             keep_nearest(c, flat[b], of_c)
         if writes:
             keep_nearest(new, v_of[b], of_v, signed=False)
     if scale is not None and settled is not None:
         settled += scale
         scale.zero_()
-    if exp_avg_scale is not None:
-        exp_avg_scale.zero_()
+    if exp_avg is not None:
+        exp_avg.scale.zero_()

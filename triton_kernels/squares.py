@@ -22,7 +22,7 @@ from . import user_tensors as users
 from .codes import decode, decoded, encode, load_codes, store_codes
 from .eager import gather, kept_values, only_live, square_sum, tiles
 from .jit import jit, tl
-from .nouns import Bits, Counters, Floats, Indices, Moment, Sizes, Tensors
+from .nouns import Bits, Counters, Floats, Indices, Moment, Places, Tensors
 from .op import op
 from .rules import LARGEST
 
@@ -88,9 +88,8 @@ def tell_squares_kernel(
     derive={"blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs))},
 )
 def tell_squares(
-    grads: Tensors, sizes: Sizes, block_size: int, worker_sq: Moment, factor: Floats | None, updates: Counters,
-    first_block: int, live: Bits, live_row: Indices, share: Indices, place: Indices, logs: Bits, tops: Bits,
-    projections: Floats, octaves: Bits | None = None,
+    grads: Tensors, places: Places, worker_sq: Moment, factor: Floats | None, updates: Counters, first_block: int,
+    share: Indices, place: Indices, logs: Bits, tops: Bits, projections: Floats, octaves: Bits | None = None,
 ) -> None:  # fmt: skip
     """Writes what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
 
@@ -98,26 +97,25 @@ def tell_squares(
     elements' places, the same on all ranks.
 
     Args:
-        grads, sizes, block_size: As for ``momentum_compress``.
+        grads, places: As for ``momentum_compress``.
         worker_sq: float32, bfloat16 or codes [P], the EMA of their squares.
         factor: What gradients are multiplied with, float32 [1]; None: nothing.
         updates: int64 [].
         first_block: Index of the first block here in all of the index space.
-        live, live_row: The active mask: elements that count.
         share, place: int32 [B], see ``Projections``.
         logs, tops: uint8 [chunks, elements] and [chunks, blocks], written, see ``codes.encode``.
         projections: float32 [chunks, projections], written.
         octaves: uint8 [B], of codes; None: there are none.
     """
-    for tile in tiles(sizes, len(logs), block_size, worker_sq.device, len(live_row)):
+    for tile in tiles(places.sizes, len(logs), places.block_size, worker_sq.device, len(places.live_row)):
         b, first = tile.blocks, tile.chunk * tops.shape[1]
         own = slice(b.start - first, b.stop - first)
-        squares = kept_values(worker_sq.view(-1, block_size)[b], None if octaves is None else octaves[b], signed=False)
-        encode(squares, logs[tile.chunk].view(-1, block_size)[own], tops[tile.chunk, own])
-        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+        squares = kept_values(places.rows(worker_sq)[b], None if octaves is None else octaves[b], signed=False)
+        encode(squares, places.rows(logs[tile.chunk])[own], tops[tile.chunk, own])
+        g = only_live(gather(grads, tile, places.block_size), places, tile)
         g = g if factor is None else g * factor
-        x = g * random_signs(updates, first_block + b.start, (len(g), block_size))
-        for fold in range(block_size.bit_length()):
+        x = g * random_signs(updates, first_block + b.start, (len(g), places.block_size))
+        for fold in range(places.block_size.bit_length()):
             rows = (share[b] == 1 << fold).nonzero().flatten()
             at = place[b][rows, None] + torch.arange(x.shape[1], device=x.device)
             projections[tile.chunk, at.long()] = x[rows] + 0.0
@@ -178,33 +176,32 @@ def average_squares_kernel(
     },
 )
 def average_squares(
-    block_size: int, arrived_logs: Bits, arrived_tops: Bits, arrived_projections: Floats, live: Bits,
-    live_row: Indices, share: Indices, place: Indices, logs: Bits, tops: Bits, sums: Floats,
+    places: Places, arrived_logs: Bits, arrived_tops: Bits, arrived_projections: Floats, share: Indices,
+    place: Indices, logs: Bits, tops: Bits, sums: Floats,
 ) -> None:  # fmt: skip
     """Writes the mean of what workers have told of a chunk, added in their order, and its sums.
 
     Args:
-        block_size: Elements of a block.
         arrived_logs, arrived_tops, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
-        live, live_row, share, place: Of the blocks of the chunk.
+        places, share, place: Of the blocks of the chunk.
         logs, tops: uint8 [elements] and [blocks], written, see ``codes.encode``.
         sums: float32 [3, blocks], written: the sum of the means as they were rounded, how many are above 0, and the
             square of the mean gradient's projections, infinite or NaN where any worker's is.
     """
     per_worker = 1.0 / len(arrived_logs)
-    for tile in tiles((logs.numel(),), 1, block_size, logs.device, len(live_row)):
+    for tile in tiles((logs.numel(),), 1, places.block_size, logs.device, len(places.live_row)):
         b = tile.blocks
-        rows = [(own.view(-1, block_size)[b], top[b]) for own, top in zip(arrived_logs, arrived_tops, strict=True)]
-        mean_sq = torch.zeros(tile.numel // block_size, block_size, device=logs.device)
+        rows = [(places.rows(own)[b], top[b]) for own, top in zip(arrived_logs, arrived_tops, strict=True)]
+        mean_sq = torch.zeros(tile.numel // places.block_size, places.block_size, device=logs.device)
         for own, top in rows:
             mean_sq += decode(own, top) * per_worker
-        own, top = logs.view(-1, block_size)[b], tops[b]
+        own, top = places.rows(logs)[b], tops[b]
         encode(mean_sq, own, top)
-        told = only_live(decode(own, top), live, live_row, tile)
+        told = only_live(decode(own, top), places, tile)
         sums[TOTAL, b] = told.sum(1, dtype=torch.float64).clamp(max=LARGEST).float()
         sums[ALIVE, b] = (told > 0).sum(1).float()
-        lane = torch.arange(block_size, device=logs.device)
-        inside, at = lane < (block_size // share[b])[:, None], place[b][:, None] + lane
+        lane = torch.arange(places.block_size, device=logs.device)
+        inside, at = lane < (places.block_size // share[b])[:, None], place[b][:, None] + lane
         projected = torch.zeros_like(mean_sq)
         at = torch.where(inside, at, 0).long()
         for each in arrived_projections:

@@ -19,11 +19,11 @@ from .nouns import (
     Doubles,
     Flag,
     Floats,
-    Indices,
     Moment,
     PerBlock,
     PerElement,
-    Sizes,
+    Places,
+    Signs,
     Table,
     Tensors,
     Variance,
@@ -139,9 +139,8 @@ def apply_momentum_kernel(
     },
 )
 def apply_momentum(
-    params: Tensors, sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock,
-    exp_avg_sq: Variance | None, eps_inside_sqrt: bool, coef: Floats, block_tensor: Indices, live: Bits,
-    live_row: Indices, skip: Flag, rounding: Counters | None, digest: Counters | None = None,
+    params: Tensors, places: Places, exp_avg: Signs, exp_avg_sq: Variance | None,
+    eps_inside_sqrt: bool, coef: Floats, skip: Flag, rounding: Counters | None, digest: Counters | None = None,
     x_squares: PerBlock | None = None, count: Count | None = None, steps: Doubles | None = None,
     correction: Correction | None = None,
 ) -> None:  # fmt: skip
@@ -152,15 +151,11 @@ def apply_momentum(
 
     Args:
         params: Parameters of any float dtype, dense, written; computed in float32, rounded once.
-        sizes: Elements of each.
-        block_size: Elements per block.
-        exp_avg_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
-        exp_avg_scale: float32 [B].
+        places: Where they lie; elements that do not count stay.
+        exp_avg: m.
         exp_avg_sq: Frozen variance, float32 or bfloat16 [P], or None where the unit is over denom already.
         eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
         coef: float32 [tensors, columns of ``Coef``].
-        block_tensor: int32 [B].
-        live, live_row: The active mask: elements that move.
         skip: int32 [1]; where set nothing moves.
         rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
             drawn from it and from the flat index (``bit_rules.random_bits``); or None: to nearest. Not the updates
@@ -179,20 +174,21 @@ def apply_momentum(
     if steps is not None and count is not None:
         steps += count_plainly(skip, count)
     if digest is not None:
-        by_part = exp_avg_bits.view(torch.int64).unflatten(0, (len(digest), -1))
+        by_part = exp_avg.bits.view(torch.int64).unflatten(0, (len(digest), -1))
         digest += by_part.sum(tuple(range(1, by_part.dim())))
     if skip:
         return
-    for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg_scale.device, len(block_tensor)):
+    chunks, device = len(exp_avg.bits), exp_avg.scale.device
+    for tile in tiles(places.sizes, chunks, places.block_size, device, len(places.block_tensor)):
         b = tile.blocks
-        k = coef[block_tensor[b]]
-        update = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg_scale[b, None], k))
+        k = coef[places.block_tensor[b]]
+        update = scaled(exp_avg.bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg.scale[b, None], k))
         if exp_avg_sq is not None:
-            update = rules.preconditioned(update, exp_avg_sq.view(-1, block_size)[b].float(), k, eps_inside_sqrt)
-        x = move(params, tile, block_size, update, k, live, live_row, rounding, None, correction)
+            update = rules.preconditioned(update, places.rows(exp_avg_sq)[b].float(), k, eps_inside_sqrt)
+        x = move(params, tile, places, update, k, rounding, None, correction)
         if x_squares is not None:
-            told = square_sum(only_live(x, live, live_row, tile)).float()
-            x_squares[b] = torch.where(live_row[b] != 1, told, x_squares[b])
+            told = square_sum(only_live(x, places, tile)).float()
+            x_squares[b] = torch.where(places.live_row[b] != 1, told, x_squares[b])
 
 
 @jit()
@@ -227,8 +223,7 @@ def adam_update_kernel(
     writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before", "octaves", "correction"),
 )
 def adam_update(
-    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: Moment, exp_avg_sq: Moment,
-    coef: Floats, block_tensor: Indices, live: Bits, live_row: Indices, skip: Flag,
+    params: Tensors, grads: Tensors, places: Places, exp_avg: Moment, exp_avg_sq: Moment, coef: Floats, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
     found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
     correction: Correction | None = None, first: Table | None = None,
@@ -256,12 +251,12 @@ def adam_update(
         found_before.zero_()
     if skip:
         return
-    for tile in tiles(sizes, 1, block_size, exp_avg.device, first=0 if first is None else int(first)):
-        k = coef[block_tensor[tile.blocks]]
-        g = only_live(gather(grads, tile, block_size), live, live_row, tile)
+    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device, first=0 if first is None else int(first)):
+        k = coef[places.block_tensor[tile.blocks]]
+        g = only_live(gather(grads, tile, places.block_size), places, tile)
         m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k)
         update = rules.preconditioned(m, v, k, False)
-        move(params, tile, block_size, update, k, live, live_row, rounding, still, correction)
+        move(params, tile, places, update, k, rounding, still, correction)
 
 
 @jit()
@@ -284,8 +279,7 @@ def add_values_kernel(
 
 @op(add_values_kernel, writes=("params",))
 def add_values(
-    params: Tensors, sizes: Sizes, block_size: int, values: PerElement, replaces: bool, live: Bits,
-    live_row: Indices, skip: Flag, rounding: Counters | None,
+    params: Tensors, places: Places, values: PerElement, replaces: bool, skip: Flag, rounding: Counters | None,
 ) -> None:  # fmt: skip
     """x = x - values, or x = values, for the elements that count (Marsit, Algorithm 2, line 6).
 
@@ -297,7 +291,7 @@ def add_values(
     """
     if skip:
         return
-    for tile in tiles(sizes, 1, block_size, values.device):
-        new = values[tile.start : tile.start + tile.numel].view(-1, block_size)
-        x = gather(params, tile, block_size)
-        write(params, tile, new.clone() if replaces else x - new, x, live, live_row, rounding)
+    for tile in tiles(places.sizes, 1, places.block_size, values.device):
+        new = places.rows(values[tile.start : tile.start + tile.numel])
+        x = gather(params, tile, places.block_size)
+        write(params, tile, new.clone() if replaces else x - new, x, places, rounding)

@@ -14,7 +14,7 @@ from . import user_tensors as users
 from .eager import gather, live_mask, only_live, pack, random_bits, tiles
 from .jit import Deferred, jit, tl
 from .native.generate import instance
-from .nouns import Bits, Counters, Derived, Flag, Floats, Indices, PerElement, Sizes, Tensors
+from .nouns import Bits, Counters, Derived, Flag, Floats, PerElement, Places, Tensors
 from .op import op
 
 RULE = rules.momentum  # each op binds its own
@@ -79,9 +79,8 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
     """
 
     def vote(
-        grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, coef: Floats, block_tensor: Indices,
-        live: Bits, live_row: Indices, step: Counters, hold: Flag, bits: Bits, weights: Floats | None, rank: int,
-        flags: Flag,
+        grads: Tensors, places: Places, exp_avg: PerElement, coef: Floats, step: Counters, hold: Flag, bits: Bits,
+        weights: Floats | None, rank: int, flags: Flag,
     ) -> None:  # fmt: skip
         """Makes a worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
 
@@ -105,16 +104,16 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
         """
         if weights is not None:
             weights.copy_(1.0 + TIE_BREAKER * ((step + rank) % len(bits) == 0))
-        moments = exp_avg.view(-1, block_size)
-        for tile in tiles(sizes, len(bits), block_size, exp_avg.device, len(block_tensor)):
-            k, m = coef[block_tensor[tile.blocks]], moments[tile.blocks]
-            g = rules.counted(only_live(gather(grads, tile, block_size), live, live_row, tile), k)
+        moments = places.rows(exp_avg)
+        for tile in tiles(places.sizes, len(bits), places.block_size, exp_avg.device, len(places.block_tensor)):
+            k, m = coef[places.block_tensor[tile.blocks]], moments[tile.blocks]
+            g = rules.counted(only_live(gather(grads, tile, places.block_size), places, tile), k)
             c, new = rule(m, g, k)
-            mask, finite = live_mask(live, live_row, tile), rules.finite(new) & rules.finite(c)
+            mask, finite = live_mask(places, tile), rules.finite(new) & rules.finite(c)
             if not (hold or (finite if mask is None else finite | ~mask).all()):
                 flags |= io.NONFINITE
-            c = rules.untied(tl.where(finite, c, m), random_bits(step, tile, block_size))
-            c = only_live(c, live, live_row, tile)
+            c = rules.untied(tl.where(finite, c, m), random_bits(step, tile, places.block_size))
+            c = only_live(c, places, tile)
             pack(c.reshape(-1), bits[tile.chunk, tile.bytes])
             written = finite & (hold == 0) if mask is None else finite & (hold == 0) & mask
             moments[tile.blocks] = tl.where(written, new, m)

@@ -10,7 +10,7 @@ from . import user_tensors as users
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import gather, live_mask, only_live, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .nouns import Bits, Coefficients, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Sizes, Tensors
+from .nouns import Bits, Coefficients, Doubles, Flag, Floats, PerBlock, PerElement, Places, Tensors
 from .op import op
 from .rules import BETA1
 
@@ -97,10 +97,9 @@ def local_step_kernel(
 
 @op(local_step_kernel, writes=("params", "exp_avg", "exp_avg_sq", "compensated", "worker_scale", "anchor", "flags"))
 def local_step(
-    params: Tensors, grads: Tensors, sizes: Sizes, block_size: int, exp_avg: PerElement, exp_avg_sq: PerElement,
+    params: Tensors, grads: Tensors, places: Places, exp_avg: PerElement, exp_avg_sq: PerElement,
     eps_inside_sqrt: bool, precondition: bool, compensated: PerElement, worker_scale: PerBlock, coef: Floats,
-    block_tensor: Indices, live: Bits, live_row: Indices, hold: Flag, moves: bool, last: bool, leaks: bool,
-    follows: bool, anchor: PerElement | None, flags: Flag,
+    hold: Flag, moves: bool, last: bool, leaks: bool, follows: bool, anchor: PerElement | None, flags: Flag,
 ) -> None:  # fmt: skip
     """Takes a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
 
@@ -128,7 +127,7 @@ def local_step(
         precondition: Whether ``c`` sums m/denom, else m.
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last synchronisation, float32 [B]; then 0.
-        live, live_row: The active mask: elements that count; others get c = 0.
+        places: Elements that do not count get c = 0.
         hold: int32 [1]; where set x, m and v stay, and c gets no update.
         moves: Whether this is a step; else only beta1*m is added where ``last``.
         last: Whether the next step synchronises; where it ``follows``, this one.
@@ -138,19 +137,19 @@ def local_step(
             that do not count included.
         flags: int32 [1], ``NONFINITE`` is set where it happened.
     """
-    flat, moments = compensated.view(-1, block_size), exp_avg.view(-1, block_size)
-    for tile in tiles(sizes, 1, block_size, compensated.device, len(block_tensor)):
+    flat, moments = places.rows(compensated), places.rows(exp_avg)
+    for tile in tiles(places.sizes, 1, places.block_size, compensated.device, len(places.block_tensor)):
         b = tile.blocks
-        k = coef[block_tensor[b]]
-        m, v = moments[b], exp_avg_sq.view(-1, block_size)[b]
+        k = coef[places.block_tensor[b]]
+        m, v = moments[b], places.rows(exp_avg_sq)[b]
         d = rules.denominator(v, k, eps_inside_sqrt)
         c = rules.residual(flat[b], worker_scale[b, None], False)
-        mask, finite = live_mask(live, live_row, tile), torch.ones_like(c, dtype=torch.bool)
+        mask, finite = live_mask(places, tile), torch.ones_like(c, dtype=torch.bool)
         if moves:
-            g = only_live(gather(grads, tile, block_size), live, live_row, tile)
-            x = gather(params, tile, block_size)
+            g = only_live(gather(grads, tile, places.block_size), places, tile)
+            x = gather(params, tile, places.block_size)
             if anchor is not None:
-                anchor.view(-1, block_size)[b] = x
+                places.rows(anchor)[b] = x
             g = rules.counted(g, k)
             new, squares = rules.momentum(m, g, k), rules.variance(v, g, k) if follows else v
             if follows:
@@ -176,7 +175,7 @@ def local_step(
             finite, c = finite & fits, tl.where(fits, total, c)
         elif moves:
             moments[b] = m
-        flat[b] = only_live(c, live, live_row, tile)
+        flat[b] = only_live(c, places, tile)
         worker_scale[b] = 0.0
         bad = ~finite if mask is None else ~finite & mask
         if bad.any() and not hold:
@@ -230,9 +229,9 @@ def rebuild_momentum_kernel(
     },
 )
 def rebuild_momentum(
-    sizes: Sizes, block_size: int, exp_avg_bits: Bits, exp_avg_scale: PerBlock, summed: Floats | None,
-    awaited: Doubles | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coefficients: Coefficients,
-    block_tensor: Indices, live: Bits, live_row: Indices, exp_avg: PerElement, sent: PerBlock,
+    places: Places, exp_avg_bits: Bits, exp_avg_scale: PerBlock, summed: Floats | None, awaited: Doubles | None,
+    exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coefficients: Coefficients, exp_avg: PerElement,
+    sent: PerBlock,
 ) -> None:  # fmt: skip
     """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale/summed*sign(bits) * denom.
 
@@ -245,7 +244,7 @@ def rebuild_momentum(
         awaited: float64 [tensors]: the mean of v, where what has none gets no momentum; or None.
         exp_avg_sq: v, float32 [P], or None: then without denom.
         coefficients: Renewed on the way where they have ``groups``; this op reads no column that is written then.
-        live, live_row: The active mask: elements that count; others get 0.
+        places: Elements that do not count get 0.
         exp_avg: m, float32 [>= P], written.
         sent: float32 [B], written: ``exp_avg_scale`` as it was.
     """
@@ -253,16 +252,16 @@ def rebuild_momentum(
     coef = coefficients.table
     sent.copy_(exp_avg_scale)
     exp_avg_scale.zero_()
-    scale, owner = sent, block_tensor.long()
+    scale, owner = sent, places.block_tensor.long()
     if summed is not None:
         scale = scale / summed[owner]
     if awaited is not None:
         scale = rules.seen(scale, awaited[owner])
-    flat = exp_avg[: len(scale) * block_size].view(-1, block_size)
-    for tile in tiles(sizes, len(exp_avg_bits), block_size, exp_avg.device, len(block_tensor)):
+    flat = places.rows(exp_avg[: len(scale) * places.block_size])
+    for tile in tiles(places.sizes, len(exp_avg_bits), places.block_size, exp_avg.device, len(places.block_tensor)):
         b = tile.blocks
         m = scaled(exp_avg_bits[tile.chunk, ..., tile.bytes], scale[b, None])
         if exp_avg_sq is not None:
-            v = exp_avg_sq.view(-1, block_size)[b]
-            m.mul_(rules.denominator(v, coef[block_tensor[b]], eps_inside_sqrt))
-        flat[b] = only_live(m, live, live_row, tile)
+            v = places.rows(exp_avg_sq)[b]
+            m.mul_(rules.denominator(v, coef[places.block_tensor[b]], eps_inside_sqrt))
+        flat[b] = only_live(m, places, tile)

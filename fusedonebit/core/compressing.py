@@ -16,6 +16,7 @@ from torch import Tensor
 from ..comm import BucketedAllReduce, FeedbackReducer, Flag, LocalTransport, Reducer, Told
 from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
+from ..triton_kernels.nouns import Signs
 from .optimizer import DistributedOptimizer
 from .scaling import Agreed
 from .state.header import COMPRESSED, Fields, is_compressed
@@ -106,10 +107,10 @@ class CompressingOptimizer(DistributedOptimizer):
         ``x_squares``, float32 [B], becomes the sums of the squares of x by block, if given.
         """
         dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
-        bits, scale, skip, rounding = reducer.bits, reducer.scale, reducer.flags, self._rounding
+        m, skip, rounding = Signs(reducer.bits, reducer.scale), reducer.flags, self._rounding
         counting = self.coefficients.count(*self._counters()) if self.coefficients.renews else (None, None)
-        where = (coef, *self._tables, skip, rounding, reducer.digest, x_squares, *counting, self.parameters.correction)
-        apply_momentum(dense, *self._places, bits, scale, exp_avg_sq, inside, *where)
+        where = (coef, skip, rounding, reducer.digest, x_squares, *counting, self.parameters.correction)
+        apply_momentum(dense, self.places, m, exp_avg_sq, inside, *where)
 
     def _describe(self, flag: Flag) -> str:
         return self._say_where(self.reducer.describe())

@@ -110,7 +110,7 @@ class DistributedOptimizer(Keeper):
         self._counted_here: Tensor | None = None  # blocks that this rank counts in norms: float64 [B], or None: all
         if any(self.replicas) and self.model_parallel.groups[0].transport.rank > 0:
             elsewhere = torch.tensor(self.replicas, device=self.device)
-            self._counted_here = (~elsewhere)[self._block_tensor.long()].double()
+            self._counted_here = (~elsewhere)[self.places.block_tensor.long()].double()
         self._until_compared = 0  # steps until model-parallel ranks next compare what they have alike
 
     @property
@@ -118,16 +118,6 @@ class DistributedOptimizer(Keeper):
         """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
         rounds = self.options.stochastic_rounding or self.options.master_weights == "8bit"
         return self.updates if rounds else None
-
-    @property
-    def _places(self) -> tuple[tuple[int, ...], int]:
-        """Say where tensors lie in the flat index space, for ops: their sizes, and the block size."""
-        return self.layout.sizes, self.layout.block_size
-
-    @property
-    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each block's tensor, and which elements count, for ops."""
-        return self._block_tensor, self.live.bits, self.live.row
 
     # ---------------------------------------------------------------- the step
 
@@ -545,7 +535,7 @@ class DistributedOptimizer(Keeper):
         masters += [] if self.parameters.correction is None else [self.parameters.correction]
         told = [self.updates, self.own_steps, self.overflowed, self._grad_norm]
         told += [] if self._counted_here is None else [self._counted_here]
-        return [*declared, *masters, *told, self._block_tensor, *self.live]
+        return [*declared, *masters, *told, self.places.block_tensor, *self.live]
 
     def _scratch(self) -> list[Tensor]:
         """Return what only serves within a step, besides a reducer's."""

@@ -110,7 +110,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         told = told._replace(sums=False)  # no ``apply_momentum`` reads these bits
         self._synchronise(lambda part: part.compress(grads, agreed.coef), told, coef)
         if self._absent is not None:
-            reducer.scale.masked_fill_(self._absent[self._block_tensor], 0.0)
+            reducer.scale.masked_fill_(self._absent[self.places.block_tensor], 0.0)
         self._rebuild(None, None, None, False, coef, self._anchor)
         for column, value in self._stays.items():
             coef[:, column] = value

@@ -17,4 +17,4 @@ class AdamUpdate(NarrowState):
         dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
         flag, before = found or (None, None)
         how = self._rounding, flag, before, self._drawn_moments, self.octaves, self.parameters.correction
-        adam_update(dense, grads, *self._places, m, v, coef, *self._tables, skip, sums, *how)
+        adam_update(dense, grads, self.places, m, v, coef, skip, sums, *how)

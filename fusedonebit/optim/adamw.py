@@ -168,8 +168,7 @@ class AdamW(AdamUpdate):
         members, blocks, elements, tables, at = bucket
         if first:
             self._found, self._found_before = self._found_before, self._found
-        places = self.layout.sizes[members], self.layout.block_size
-        where = tables.tensor, self.live.bits, self.live.row[blocks], self._no_flags
+        places = self.places.at(blocks)._replace(sizes=self.layout.sizes[members], block_tensor=tables.tensor)
         octaves = None if self.octaves is None else self.octaves[:, blocks]
         correction = self.parameters.correction
         correction = None if correction is None else correction[elements]
@@ -184,7 +183,7 @@ class AdamW(AdamUpdate):
             at,
         )
         m, v = self.exp_avg[elements], self.exp_avg_sq[elements]
-        adam_update(self.parameters.dense[members], grads, *places, m, v, coef[members], *where, *how)
+        adam_update(self.parameters.dense[members], grads, places, m, v, coef[members], self._no_flags, *how)
 
     def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Update parameters of a rank alone; where gradients are released, those that are left."""

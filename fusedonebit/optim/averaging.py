@@ -118,7 +118,7 @@ class AveragingOptimizer(DistributedOptimizer):
         handshake.write(tail, abort, loss_scale.found_inf, None if self.digest is None else self.digest[0])
         # What DDP's hook has averaged is not divided again, and only the handshake behind it is summed.
         share = 1.0 if self.averaged else 1 / self.transport.world_size
-        flatten(grads, *self._places, share, loss_scale.factor(), self._grad[: layout.numel + TAIL])
+        flatten(grads, layout.sizes, layout.block_size, share, loss_scale.factor(), self._grad[: layout.numel + TAIL])
         if self.averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
             handshake.add_values(tail, values)
         summed = tail if self.averaged else self._grad

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..comm import ModelGroup, ShardGroup
 from ..core.state.header import AMOUNT, COUNT, FLAG, INT, list_of
 from ..core.telemetry import HostMirror
-from ..triton_kernels import Coef, FlatLayout, LiveTable, exponents, live_variance, rules
+from ..triton_kernels import Coef, exponents, live_variance, rules
+from ..triton_kernels.nouns import Places
 
 STABLE_RATIO = 0.96
 """1-bit Adam's threshold for |v_t|_1 / |v_{t-D}|_1."""
@@ -110,8 +111,7 @@ class DeadCoordinates:
     """Finds v == 0 at the freeze, where m/denom would explode at the first gradient.
 
     Args:
-        layout: The flat index space.
-        block_tensor: int32 [B].
+        places: The flat index space.
         exp_avg_sq: float32 [P].
         live_count: int32 [B].
         shards: Where the rest of the tensors is.
@@ -122,15 +122,13 @@ class DeadCoordinates:
         count: Live elements with v == 0 in the other tensors.
     """
 
-    def __init__(
-        self, layout: FlatLayout, block_tensor: Tensor, exp_avg_sq: Tensor, live_count: Tensor, shards: ShardGroup
-    ) -> None:
-        n = len(layout.sizes)
+    def __init__(self, places: Places, exp_avg_sq: Tensor, live_count: Tensor, shards: ShardGroup) -> None:
+        n = len(places.sizes)
         sums, alive, live = (
             shards.sum(
-                torch.zeros(n, dtype=torch.float64, device=exp_avg_sq.device).index_add_(0, block_tensor, values)
+                torch.zeros(n, dtype=torch.float64, device=exp_avg_sq.device).index_add_(0, places.block_tensor, values)
             )
-            for values in (*live_variance(layout.sizes, layout.block_size, exp_avg_sq), live_count.double())
+            for values in (*live_variance(places, exp_avg_sq), live_count.double())
         )
         self.mean = (sums / alive.clamp(min=1.0)).float()
         self.tensors: list[int] = torch.nonzero((alive == 0) & (live > 0)).flatten().tolist()
@@ -138,7 +136,7 @@ class DeadCoordinates:
 
 
 def quantile_floor(
-    layout: FlatLayout, exp_avg_sq: Tensor, live: LiveTable, coef: Tensor, eps_inside_sqrt: bool, model: ModelGroup
+    places: Places, exp_avg_sq: Tensor, coef: Tensor, eps_inside_sqrt: bool, model: ModelGroup
 ) -> Tensor:
     """Return what v must at least be so that no coordinate's 1/denom exceeds 1000 times the median's.
 
@@ -146,9 +144,8 @@ def quantile_floor(
     it costs no memory and is the same on every rank.
 
     Args:
-        layout: The flat index space.
+        places: The flat index space.
         exp_avg_sq: v, float32 [P].
-        live: Which elements count.
         coef: float32 [tensors, columns of ``Coef``].
         eps_inside_sqrt: Which denom.
         model: Where the rest of v is.
@@ -156,7 +153,7 @@ def quantile_floor(
     Returns:
         float32 [tensors].
     """
-    counts = exponents(layout.sizes, layout.block_size, exp_avg_sq, live.bits, live.row)
+    counts = exponents(places, exp_avg_sq)
     below = model.sum(counts).cumsum(0)
     half = (below[-1:] + 1) // 2
     median = (torch.searchsorted(below, half).int() << 16).view(torch.float32).double()

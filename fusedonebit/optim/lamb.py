@@ -52,14 +52,14 @@ class LambUpdate(NarrowState):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         dense, m, v, inside = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt
-        where, sums = (coef, *self._tables, skip), self._exp_avg_sq_sums
+        where, sums = (coef, skip), self._exp_avg_sq_sums
         flag, before = found or (None, None)
         narrow = self._drawn_moments, self.octaves
-        lamb_update(dense, grads, *self._places, m, v, inside, *where, sums, self._norms, flag, before, *narrow)
+        lamb_update(dense, grads, self.places, m, v, inside, *where, sums, self._norms, flag, before, *narrow)
         norms, start = self._by_layer(self._norms)
         with self._layers_kept(self._layers):
             lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(dense, *self._places, m, v, inside, *where, self._rounding, self.octaves)
+        lamb_move(dense, self.places, m, v, inside, *where, self._rounding, self.octaves)
 
     @contextmanager
     def _layers_kept(self, *tables: Tensor) -> Iterator[None]:
@@ -91,7 +91,7 @@ class LambUpdate(NarrowState):
 
     def _sum_of_squares(self, flat: Tensor) -> Tensor:
         """Return that of each tensor's live elements, float64 [tensors], of values float32 [P]."""
-        return self._segments(square_sums(*self._places, flat, self.live.bits, self.live.row), "sum")
+        return self._segments(square_sums(self.places, flat), "sum")
 
     def stats(self, layers: bool = False) -> dict[str, Any]:
         """Tell where training stands. Waits for the device.

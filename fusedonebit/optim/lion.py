@@ -99,8 +99,8 @@ class OneBitLion(FeedbackOptimizer):
 
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
-            where = (*self._tables, self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
-            lion_compress(grads, *self._places, self.exp_avg, agreed.coef, *where, part.found)
+            where = (self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
+            lion_compress(grads, self.places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))
 

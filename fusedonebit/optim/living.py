@@ -29,6 +29,7 @@ from ..core.step_count import StepCount
 from ..core.telemetry import HostMirror
 from ..errors import warn
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_levels
+from ..triton_kernels.nouns import Places
 from ..triton_kernels.renewal import FACTORS, FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
 from .onebit_options import OneBitOptions, warmup_steps
 
@@ -65,6 +66,7 @@ class Owner(Protocol):
     options: OneBitOptions
     param_groups: list[dict[str, Any]]
     layout: FlatLayout
+    places: Places
     device: torch.device
     reducer: FeedbackReducer
     coefficients: CoefficientTable
@@ -77,10 +79,6 @@ class Owner(Protocol):
     @property
     def entered(self) -> Tensor:
         """Return how many updates have entered each tensor's v, infinite where it is corrected: float64 [tensors]."""
-
-    @property
-    def block_tensor(self) -> Tensor:
-        """Return each block's tensor, int32 [B]."""
 
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
@@ -169,7 +167,7 @@ class LivingVariance:
             return self._woken
         if self._known >= self._asleep or self.steps % LOOKED_AFTER:
             return 0
-        moves = (optimizer.reducer.scale > 0) & (self.mean_sq == 0)[optimizer.block_tensor]
+        moves = (optimizer.reducer.scale > 0) & (self.mean_sq == 0)[optimizer.places.block_tensor]
         return optimizer.shards.max(moves.any().reshape(1).int()) * STIRS
 
     def _ease(self, optimizer: Owner) -> None:
@@ -207,14 +205,14 @@ class LivingVariance:
         v, layout = optimizer.exp_avg_sq, optimizer.layout
         optimizer.reducer.follow(v)
         root = optimizer.coefficient_table()[:, Coef.RSQRT_BIAS2].double().square()
-        sums, _ = live_variance(layout.sizes, layout.block_size, v)
+        sums, _ = live_variance(optimizer.places, v)
         self.levels[LEVEL] = self._by_tensor(optimizer, sums).clamp(max=torch.finfo(torch.float32).max)
         self.levels[WEIGHT] = 1.0 / root
         self.levels[HELD] = self.levels[LEVEL]
         self.levels[MEAN] = mean * root
         self.levels[FOLLOWED] = optimizer.own_steps
         self.mean_sq.copy_(self.levels[MEAN])
-        v.view(layout.n_blocks, -1).mul_(root.float()[optimizer.block_tensor, None])
+        v.view(layout.n_blocks, -1).mul_(root.float()[optimizer.places.block_tensor, None])
         optimizer.entered.fill_(torch.inf)
         optimizer.entered.masked_fill_((mean == 0) & (optimizer.own_steps == 0), 0.0)  # Adam corrects what is late
         self.steps = self.age = self.since = 0

@@ -17,6 +17,7 @@ from ..core.options import check_count, is_number
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
 from ..triton_kernels import Coef, add_values, apply_momentum
+from ..triton_kernels.nouns import Signs
 from .marsit_state import LocalOptions, MarsitState
 
 
@@ -146,30 +147,27 @@ class MarsitOptimizer(MarsitState):
 
     def _apply(self) -> None:
         """Move by g_t; where no count changes the table, that launch counts."""
-        layout, reducer, live = self.layout, self.reducer, self.live
-        several, mask = self.options.local_steps > 1, (live.bits, live.row)
-        target, places, tables = self.parameters.dense, self._places, self._tables
-        rounding = self._rounding
+        layout, reducer, several = self.layout, self.reducer, self.options.local_steps > 1
+        target, places, rounding = self.parameters.dense, self.places, self._rounding
         if several:
-            target, places, rounding = [self._round_start], (self._flat.sizes, layout.block_size), None
-            tables = (self._flat_tables.tensor, *mask)
+            target, places, rounding = [self._round_start], self._flat_places, None
         if reducer.values is not None:
             values = self._going(reducer.values.view(layout.n_blocks, -1)).view(-1)
-            add_values(target, *places, values, False, *mask, reducer.flags, rounding)
+            add_values(target, places, values, False, reducer.flags, rounding)
         else:
-            update, coef = (reducer.bits, self._going(reducer.scale)), self._as_it_is
+            update, coef = Signs(reducer.bits, self._going(reducer.scale)), self._as_it_is
             counts = not several and rounding is None and not self.coefficients.bias_correction
             counting = self.coefficients.count(*self._counters()) if counts else ()
             how = (reducer.flags, rounding, reducer.digest, None, *counting)
-            apply_momentum(target, *places, *update, None, False, coef, *tables, *how)
+            apply_momentum(target, places, update, None, False, coef, *how)
         if several:  # also where the round was skipped
-            add_values(self.parameters.dense, *self._places, self._round_start, True, *mask, self._no_flags, None)
+            add_values(self.parameters.dense, self.places, self._round_start, True, self._no_flags, None)
 
     def _going(self, by_block: Tensor) -> Tensor:
         """Return a global update [B, ...] with 0 in tensors that no worker has a gradient of."""
         if self._absent is None:
             return by_block
-        still = self._absent[self._block_tensor]
+        still = self._absent[self.places.block_tensor]
         return torch.where(still.view(-1, *[1] * (by_block.dim() - 1)), 0.0, by_block)
 
     def described(self) -> list[str]:

@@ -18,6 +18,7 @@ from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, FlatLayout
 from ..triton_kernels.headers import folded
+from ..triton_kernels.nouns import Places
 from ..triton_kernels.tables import tables_of
 from .rounds import ANCHOR, RoundOptimizer, RoundOptions
 
@@ -124,6 +125,7 @@ class MarsitState(RoundOptimizer):
         # One tensor of the same blocks: the parameters as all ranks had them when the round began.
         self._flat = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
         self._flat_tables = tables_of(self._flat, device)  # kept, because launches share what somebody keeps
+        self._flat_places = Places.of(self._flat, self._flat_tables.tensor, self.live)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""

@@ -32,6 +32,7 @@ from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, Layer, lamb_follow, lamb_ratio, lamb_rescale, live_variance, param_squares, rules
+from ..triton_kernels.nouns import Signs
 from .guard import LEAST_SQUARE
 from .lamb import LambOptions, LambUpdate
 from .onebit_options import OneBitOptions, Variance
@@ -274,7 +275,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         gets the c of an update all of whose elements are 1.
         """
         shards, c = self.shards, self._layers[Layer.COEFFICIENT].double()
-        self._x_squares.copy_(param_squares(self.parameters.dense, *self._places, self.live.bits, self.live.row))
+        self._x_squares.copy_(param_squares(self.parameters.dense, self.places))
         x = shards.sum(self._segments(self._x_squares.double(), "sum")).sqrt()
         moves = (shards.sum(self._sum_of_squares(self.exp_avg)) > 0) & (x > 0) & (c > 0)
         live = shards.sum(self._segments(self.live.numel.double(), "sum"))
@@ -383,7 +384,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         """
         shards = self.shards
         live = shards.sum(self._segments(self.live.numel.double(), "sum")).clamp(min=1.0)
-        variance = shards.sum(self._segments(live_variance(*self._places, self.exp_avg_sq)[0], "sum")) / live
+        variance = shards.sum(self._segments(live_variance(self.places, self.exp_avg_sq)[0], "sum")) / live
         squares = shards.sum(self._sum_of_squares(self.exp_avg))
         size, least = (squares / live).sqrt(), QUIET * variance.sqrt()
         moving = (size > 0) & (size >= least)
@@ -403,12 +404,12 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         skip, kept = self.reducer.flags, self._last_kept() if self.options.ratios else None
         if self.options.ratios:
             norms = self._norms if self._deepspeed else None
-            new, last = (self.reducer.bits, self.reducer.scale), (self._last_bits, self._last_scale)
-            momenta = (*new, *last, self.exp_avg_sq, self._fresh, self._started)
+            new, last = Signs(self.reducer.bits, self.reducer.scale), Signs(self._last_bits, self._last_scale)
+            momenta = (new, last, self.exp_avg_sq, self._fresh, self._started)
             inside, precondition = self.options.eps_inside_sqrt, self.options.precondition
-            flags, where = (inside, precondition, self._deepspeed), (coef, *self._tables, skip, self._largest)
+            flags, where = (inside, precondition, self._deepspeed), (coef, skip, self._largest)
             # Line 15: g, rebuilt from m_t and m_{t-1}; line 16: its variance; line 17: the largest v / that, by block.
-            lamb_ratio(self.parameters.dense, *self._places, *momenta, *flags, *where, norms)
+            lamb_ratio(self.parameters.dense, self.places, *momenta, *flags, *where, norms)
             largest, start = self._by_layer(self._largest, "max")
             norms = None if norms is None else self._by_layer(norms)[0]
             # Line 17: r, the largest of a layer; lines 18 and 19: clipped, in change and in range; 20: c = r * c_avg.
@@ -445,7 +446,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         if self._absent is None:
             return None
         rows = absence(self.layout, self._missing, self.device).rows
-        return Kept(rows, self._block_tensor, bits=[self._last_bits], tables=[self._last_scale])
+        return Kept(rows, self.places.block_tensor, bits=[self._last_bits], tables=[self._last_scale])
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..core.options import CoefficientTable
-from ..triton_kernels import FlatLayout, LiveTable, follow_level, tell_level
+from ..triton_kernels import FlatLayout, follow_level, tell_level
 from ..triton_kernels.levels import FOLLOWED, LEVELS
+from ..triton_kernels.nouns import Places
 
 MOST = 64
 """Projections of a tensor at most: more tell little more, as an EMA of their squares is what counts."""
@@ -34,7 +35,7 @@ class Owner(Protocol):
     device: torch.device
     transport: Transport
     coefficients: CoefficientTable
-    live: LiveTable
+    places: Places
     exp_avg_sq: Tensor
     own_steps: Tensor
     updates: Tensor
@@ -73,9 +74,8 @@ class OwnVariance:
 
     def tell(self, optimizer: Owner, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
         """Return what this rank tells of its gradients, float32 [projections + tensors]."""
-        layout, live = optimizer.layout, optimizer.live
-        given = (grads, layout.sizes, layout.block_size, exp_avg_sq, factor, optimizer.updates)
-        tell_level(*given, live.bits, live.row, self._share, self._place, self._projections, self._sums)
+        given = (grads, optimizer.places, exp_avg_sq, factor, optimizer.updates)
+        tell_level(*given, self._share, self._place, self._projections, self._sums)
         how: dict[str, Any] = {"unsafe": True, "initial": 0.0}
         told = torch.segment_reduce(self._projections[: self._told], "sum", lengths=self._lengths, **how)
         sums = torch.segment_reduce(self._sums.double(), "sum", offsets=self._blocks, **how)

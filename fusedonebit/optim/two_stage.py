@@ -62,7 +62,7 @@ class OneBitOptimizer(TwoStageState):
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """Synchronise with the guard's limit, and share squares if a renewal is due."""
         if self.options.guard != "off":
-            told = told._replace(limit=self._guard.limit_of(coef, self._block_tensor))
+            told = told._replace(limit=self._guard.limit_of(coef, self.places.block_tensor))
         still = super()._synchronise(compress, told, coef)
         if self.living is not None and self._tells:
             self.living.share(self)
@@ -155,8 +155,8 @@ class OneBitOptimizer(TwoStageState):
         Returns:
             What is dead, and the norm of the last uncompressed update, float64 [].
         """
-        layout, options = self.layout, self.options
-        dead = DeadCoordinates(layout, self._block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
+        options = self.options
+        dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.shards)
         self._before_compression()
         self._grad = self._cut = None
         self._warming = False
@@ -165,15 +165,15 @@ class OneBitOptimizer(TwoStageState):
             self.living.begin(self, dead.mean)
             dead.mean.copy_(self.living.mean_sq)
         coef = self.coefficient_table()
-        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self._block_tensor]
+        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self.places.block_tensor]
         last = self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
         if options.precondition and self.living is None:
-            floor = quantile_floor(layout, self.exp_avg_sq, self.live, coef, options.eps_inside_sqrt, self.model)
+            floor = quantile_floor(self.places, self.exp_avg_sq, coef, options.eps_inside_sqrt, self.model)
             least = torch.maximum(least, floor)
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         filled, half = None if keep else dead.mean, options.variance_dtype is torch.bfloat16
-        freeze(*self._places, m, v, inside, precondition, coef, self._block_tensor, filled, least, half)
+        freeze(self.places, m, v, inside, precondition, coef, filled, least, half)
         return dead, last
 
     def _moments_in_float32(self) -> AbstractContextManager[None]:
@@ -197,12 +197,12 @@ class OneBitOptimizer(TwoStageState):
         backlog = self._grad[: layout.numel]
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
-        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][self._block_tensor, None])
+        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][self.places.block_tensor, None])
         self.exp_avg_sq = self.exp_avg_sq.to(options.moments_dtype)
         with self._moments_in_float32():
             self.exp_avg.copy_(reduce.result().add_(backlog))
             m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
-            rewarm(*self._places, m, v, inside, precondition, coef, *self._tables)
+            rewarm(self.places, m, v, inside, precondition, coef)
         reduce.scale.zero_()
         self._entered.fill_(math.inf)  # v is corrected
         if self.living is not None:

@@ -161,18 +161,13 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leave tensors out of everything from now on."""
         self.dead_tensors = list(tensors)
-        self.live = self.active_mask(excluded=tensors)
+        self.put_live(self.active_mask(excluded=tensors))
         self.reducer.set_live(self.live)
 
     @property
     def entered(self) -> Tensor:
         """Return how many updates have entered each tensor's v, infinite where it is corrected: float64 [tensors]."""
         return self._entered
-
-    @property
-    def block_tensor(self) -> Tensor:
-        """Return each block's tensor, int32 [B]."""
-        return self._block_tensor
 
     def coefficient_table(self) -> Tensor:
         self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
@@ -184,13 +179,13 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
         """Return the sum of (x/denom)^2 by block, float64 [B]; ``x`` None is 1."""
-        return update_sums(*self._places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef, *self._tables)
+        return update_sums(self.places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef)
 
     def _arm_guard(self, last: Tensor) -> None:
         """Tell the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
         if self.options.guard == "off":
             return
-        owner, live = self._block_tensor, self.live.numel.double()
+        owner, live = self.places.block_tensor, self.live.numel.double()
         factor = self._layer_factor().double().square()[owner]
         beta1 = self.coefficient_table()[:, Coef.BETA1].double()[owner]
         # Momentum of pure noise has this norm; a training run at rest may have less.
@@ -205,7 +200,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
 
     def _update_weights(self) -> Tensor:
         """Return the square of the norm of an update by block where all sizes are 1: float64 [B]."""
-        owner, coef = self._block_tensor, self.coefficient_table()
+        owner, coef = self.places.block_tensor, self.coefficient_table()
         weight = self.live.numel.double() if self.options.precondition else self._update_sums(None, coef)
         factor = self._layer_factor().double().square()[owner]
         return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
@@ -343,7 +338,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         # no element is read, nothing of full size made.
         squares = torch.zeros(2, len(self.layout.sizes), dtype=torch.float64, device=self.device)
         if self.compressed:
-            squares.index_add_(1, self._block_tensor, self.reducer.squares_by_block())
+            squares.index_add_(1, self.places.block_tensor, self.reducer.squares_by_block())
         error, momentum = squares
         ratio = torch.where(momentum > 0, error / momentum, 0.0).sqrt()
         return super()._layer_stats() | {"residual_over_momentum": ratio.tolist()}

@@ -201,7 +201,7 @@ class ZeroOneAdam(ZeroOneState):
             worker = self.reducer.worker
             worker.settle()
             rows = absence(self.layout, self._missing, self.device).rows
-            kept = Kept(rows, self._block_tensor, elements=[worker.compensated])
+            kept = Kept(rows, self.places.block_tensor, elements=[worker.compensated])
             self._add(grads, self._leaving_out(scaled), agreed.hold, moves=True, last=False)
             kept.restore(torch.ones(len(self.parameters), dtype=torch.bool, device=self.device))
             if last:
@@ -211,9 +211,9 @@ class ZeroOneAdam(ZeroOneState):
     def _add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
         worker, dense, v = self.reducer.worker, self.parameters.dense, self.exp_avg_sq
         inside, precondition = self._eps_inside_sqrt, self.options.precondition
-        where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
+        where = (worker.compensated, worker.scale, coef, self._no_flags if hold is None else hold)
         told, anchor = (moves, last, self.leaks, self.own is not None), self._kept(moves, last)
-        whose = (dense, grads, *self._places, self.exp_avg, v, inside, precondition)
+        whose = (dense, grads, self.places, self.exp_avg, v, inside, precondition)
         local_step(*whose, *where, *told, anchor, self._pending)
 
     def _kept(self, moves: bool, last: bool) -> Tensor | None:
@@ -276,7 +276,7 @@ class ZeroOneAdam(ZeroOneState):
         worker = self.reducer.worker
         worker.settle()
         rows = absence(self.layout, missing, self.device).rows
-        return [Kept(rows, self._block_tensor, [worker.compensated, self.exp_avg, self.exp_avg_sq])]
+        return [Kept(rows, self.places.block_tensor, [worker.compensated, self.exp_avg, self.exp_avg_sq])]
 
     def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
         """Update rho, the ratio of the mean gradient's squares to the workers' own, from this step's gradients."""
@@ -321,8 +321,7 @@ class ZeroOneAdam(ZeroOneState):
 
     def _go_back(self) -> None:
         """Take the parameters that all had when the round began."""
-        where = (self.live.bits, self.live.row, self._no_flags)
-        add_values(self.parameters.dense, *self._places, self._round_start, True, *where, None)
+        add_values(self.parameters.dense, self.places, self._round_start, True, self._no_flags, None)
 
     def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         agreed = super()._scaling(grads, coef, alone)

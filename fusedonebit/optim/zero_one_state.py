@@ -264,7 +264,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         """Return each tensor's mean of v over its live elements, float64 [tensors]."""
         sums = self._exp_avg_sq_sums
         assert sums is not None
-        owner = self._block_tensor.long()
+        owner = self.places.block_tensor.long()
         total = torch.zeros_like(self._mean_sq).index_add_(0, owner, sums)
         count = torch.zeros_like(total).index_add_(0, owner, self.live.numel.double())
         return total / count.clamp(min=1)
@@ -308,8 +308,8 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         """Turn bits into floats; of the bits only ``stats`` wants to know any further how large they were."""
         bits, scale = self.reducer.bits, self.reducer.scale
         table = (self.coefficients.renewal() or Coefficients.of(coef))._replace(table=coef)
-        tables = (*self._tables, out, self._sent_scale)
-        rebuild_momentum(*self._places, bits, scale, summed, awaited, exp_avg_sq, inside, table, *tables)
+        more = exp_avg_sq, inside, table, out, self._sent_scale
+        rebuild_momentum(self.places, bits, scale, summed, awaited, *more)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels import TAIL, Coef, FlatLayout, Layer, live_table, using
+from fusedonebit.triton_kernels.nouns import Places, Signs
 
 BLOCK = 1024
 SAMPLE = 64  # blocks
@@ -28,9 +29,8 @@ class Far:
         self.device = device
         self.layout = FlatLayout((far + 100 * BLOCK + 7, 5000), 1, BLOCK)
         self.end = self.layout.first_block[-1]
-        table = live_table(self.layout).to(device)
-        self.live, self.live_row = table.bits, table.row
-        self.block_tensor = self.layout.block_tensor().to(device, torch.int32)
+        tables = self.layout.block_tensor().to(device, torch.int32), live_table(self.layout).to(device)
+        self.places = Places.of(self.layout, *tables)
         blocks = self.layout.n_blocks
         self.coef = torch.full((2, len(Coef)), 0.5, device=device)
         self.coef[:, Coef.UNIT], self.coef[:, Coef.GRAD_LIMIT] = 1.5, 1e19
@@ -57,6 +57,11 @@ class Far:
             blocks = slice(first, first + SAMPLE)
             spans = self.layout.spans(first * BLOCK, (first + SAMPLE) * BLOCK)
             yield blocks, tuple(span.stop - span.start for span in spans)
+
+    def places_at(self, blocks: slice, sizes: tuple[int, ...]) -> Places:
+        """Those of a layout of just these blocks, of one tensor."""
+        owner = torch.zeros(SAMPLE, dtype=torch.int32, device=self.device)
+        return self.places.at(blocks)._replace(sizes=sizes, block_tensor=owner)
 
     def cut(self, tensors: list[Tensor], blocks: slice) -> list[Tensor]:
         spans = self.layout.spans(blocks.start * BLOCK, blocks.stop * BLOCK)
@@ -91,20 +96,19 @@ def test_momentum_compress_past_2_to_the_31(device, far):
     grads, c = a.tensors(), a.line()
     written = torch.empty_like(a.bits)
     before = [(flat(c, blocks), self_scale(a, blocks)) for blocks, _ in a.samples(far)]
-    layout = a.layout
     with using("triton"):
         triton_kernels.momentum_compress(
-            *(grads, layout.sizes, BLOCK, c, a.scale, a.bits, a.scale, a.coef, a.block_tensor),
-            *(None, False, a.live, a.live_row, written, a.partials, a.skip.clone(), a.skip),
+            *(grads, a.places, c, a.scale, Signs(a.bits, a.scale), a.coef),
+            *(None, False, written, a.partials, a.skip.clone(), a.skip),
         )
     for (blocks, sizes), (old, scale) in zip(a.samples(far), before, strict=True):
         bits = torch.zeros(1, SAMPLE * BLOCK // 8, dtype=torch.uint8, device=device)
         partials = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
         with using("plain"):
             triton_kernels.momentum_compress(
-                *(a.cut(grads, blocks), sizes, BLOCK, old, scale, flat(a.bits[0], blocks, BLOCK // 8)[None], scale),
-                *(a.coef, torch.zeros(SAMPLE, dtype=torch.int32, device=device), None, False, a.live),
-                *(a.live_row[blocks], bits, partials, a.skip.clone(), a.skip),
+                *(a.cut(grads, blocks), a.places_at(blocks, sizes), old, scale),
+                *(Signs(flat(a.bits[0], blocks, BLOCK // 8)[None], scale), a.coef, None, False),
+                *(bits, partials, a.skip.clone(), a.skip),
             )
         compare(flat(c, blocks), old)
         compare(flat(written[0], blocks, BLOCK // 8), bits[0])
@@ -124,7 +128,7 @@ def test_server_reduce_past_2_to_the_31(device, far):
     before = [flat(c, blocks) for blocks, _ in a.samples(far)]
     with using("triton"):
         triton_kernels.server_reduce(
-            *(a.bits, arrived, *words, slot, BLOCK, c, a.scale, a.live, a.live_row, written, a.partials, a.skip),
+            *(a.bits, arrived, *words, slot, a.places, c, a.scale, written, a.partials, a.skip),
             *(a.skip.clone(), words[0].clone()),
         )
     for (blocks, _), old in zip(a.samples(far), before, strict=True):
@@ -132,8 +136,8 @@ def test_server_reduce_past_2_to_the_31(device, far):
         partials = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
         with using("plain"):
             triton_kernels.server_reduce(
-                *(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, *words, slot[blocks], BLOCK, old),
-                *(self_scale(a, blocks), a.live, a.live_row[blocks], bits, partials, a.skip, a.skip.clone()),
+                *(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, *words, slot[blocks], a.places.at(blocks), old),
+                *(self_scale(a, blocks), bits, partials, a.skip, a.skip.clone()),
                 words[0].clone(),
             )
         compare(flat(c, blocks), old)
@@ -145,18 +149,14 @@ def test_apply_momentum_past_2_to_the_31(device, far):
     a = Far(device, far)
     params, v = a.tensors(), a.line()
     before = [a.cut(params, blocks) for blocks, _ in a.samples(far)]
-    rest = (a.live, a.live_row, a.skip)
     with using("triton"):
-        triton_kernels.apply_momentum(
-            *(params, a.layout.sizes, BLOCK, a.bits, a.scale, v, False, a.coef, a.block_tensor, *rest, None)
-        )
+        triton_kernels.apply_momentum(params, a.places, Signs(a.bits, a.scale), v, False, a.coef, a.skip, None)
     for (blocks, sizes), old in zip(a.samples(far), before, strict=True):
-        owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
         bits = flat(a.bits[0], blocks, BLOCK // 8)[None]
         with using("plain"):
             triton_kernels.apply_momentum(
-                *(old, sizes, BLOCK, bits, self_scale(a, blocks), flat(v, blocks), False, a.coef, owner, a.live),
-                *(a.live_row[blocks], a.skip, None),
+                *(old, a.places_at(blocks, sizes), Signs(bits, self_scale(a, blocks)), flat(v, blocks), False),
+                *(a.coef, a.skip, None),
             )
         for found, expected in zip(a.cut(params, blocks), old, strict=True):
             compare(found, expected)
@@ -175,17 +175,12 @@ def test_adam_update_and_flatten_past_2_to_the_31(device, far):
     m, v = a.line(), a.line()
     before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
-        triton_kernels.adam_update(
-            *(params, a.layout.cut(out), a.layout.sizes, BLOCK, m, v, a.coef, a.block_tensor, a.live, a.live_row),
-            *(a.skip, None, None),
-        )
-    owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
+        triton_kernels.adam_update(*(params, a.layout.cut(out), a.places, m, v, a.coef, a.skip, None, None))
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         with using("plain"):
             triton_kernels.adam_update(
-                *(old, FlatLayout(sizes, 1, BLOCK).cut(flat(out, blocks)), sizes, BLOCK, old_m, old_v, a.coef, owner),
-                *(a.live, a.live_row[blocks]),
-                *(a.skip, None, None),
+                *(old, FlatLayout(sizes, 1, BLOCK).cut(flat(out, blocks)), a.places_at(blocks, sizes), old_m, old_v),
+                *(a.coef, a.skip, None, None),
             )
         compare(flat(m, blocks), old_m)
         compare(flat(v, blocks), old_v)
@@ -198,17 +193,15 @@ def test_lamb_update_coefficient_and_move_past_2_to_the_31(device, far):
     a = Far(device, far)
     params, grad, m, v = a.tensors(), a.line(), a.line(), a.line()
     norms = torch.zeros(2, a.layout.n_blocks, dtype=torch.float64, device=device)
-    rest = (a.coef, a.block_tensor, a.live, a.live_row, a.skip)
+    rest = (a.coef, a.skip)
     before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
-        triton_kernels.lamb_update(params, a.layout.cut(grad), a.layout.sizes, BLOCK, m, v, False, *rest, None, norms)
-    owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
+        triton_kernels.lamb_update(params, a.layout.cut(grad), a.places, m, v, False, *rest, None, norms)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         some = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
-        tables = (a.coef, owner, a.live, a.live_row[blocks], a.skip)
         with using("plain"):
-            grads = FlatLayout(sizes, 1, BLOCK).cut(flat(grad, blocks))
-            triton_kernels.lamb_update(old, grads, sizes, BLOCK, old_m, old_v, False, *tables, None, some)
+            grads, places = FlatLayout(sizes, 1, BLOCK).cut(flat(grad, blocks)), a.places_at(blocks, sizes)
+            triton_kernels.lamb_update(old, grads, places, old_m, old_v, False, *rest, None, some)
         compare(flat(m, blocks), old_m)
         compare(flat(v, blocks), old_v)
         compare(norms[:, blocks].clone(), some)
@@ -226,11 +219,10 @@ def test_lamb_update_coefficient_and_move_past_2_to_the_31(device, far):
         torch.testing.assert_close(found, expected, rtol=2**-23, atol=0.0)
 
     with using("triton"):
-        triton_kernels.lamb_move(params, a.layout.sizes, BLOCK, m, v, False, *rest, None)
+        triton_kernels.lamb_move(params, a.places, m, v, False, *rest, None)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
-        tables = (a.coef, owner, a.live, a.live_row[blocks], a.skip)
         with using("plain"):
-            triton_kernels.lamb_move(old, sizes, BLOCK, old_m, old_v, False, *tables, None)
+            triton_kernels.lamb_move(old, a.places_at(blocks, sizes), old_m, old_v, False, *rest, None)
         for found, expected in zip(a.cut(params, blocks), old, strict=True):
             compare(found, expected)
 
@@ -251,10 +243,9 @@ def test_lamb_ratio_and_rescale_past_2_to_the_31(device, far, started, deepspeed
     ]
     with using("triton"):
         triton_kernels.lamb_ratio(
-            *(params, a.layout.sizes, BLOCK, a.bits, a.scale, last_bits, last_scale, frozen, fresh, begun, False),
-            *(False, deepspeed, a.coef, a.block_tensor, a.live, a.live_row, a.skip, largest, norms),
+            *(params, a.places, Signs(a.bits, a.scale), Signs(last_bits, last_scale), frozen, fresh, begun, False),
+            *(False, deepspeed, a.coef, a.skip, largest, norms),
         )
-    owner = torch.zeros(SAMPLE, dtype=torch.int32, device=device)
     for (blocks, sizes), (old, old_bits, old_scale) in zip(a.samples(far), before, strict=True):
         some, some_norms = (
             torch.zeros(SAMPLE, device=device),
@@ -263,9 +254,9 @@ def test_lamb_ratio_and_rescale_past_2_to_the_31(device, far, started, deepspeed
         bits = flat(a.bits[0], blocks, BLOCK // 8)[None]
         with using("plain"):
             triton_kernels.lamb_ratio(
-                *(a.cut(params, blocks), sizes, BLOCK, bits, self_scale(a, blocks), old_bits, old_scale),
-                *(flat(frozen, blocks), old, begun, False, False, deepspeed, a.coef, owner),
-                *(a.live, a.live_row[blocks], a.skip, some, some_norms),
+                *(a.cut(params, blocks), a.places_at(blocks, sizes), Signs(bits, self_scale(a, blocks))),
+                *(Signs(old_bits, old_scale), flat(frozen, blocks), old, begun, False, False, deepspeed),
+                *(a.coef, a.skip, some, some_norms),
             )
         compare(flat(fresh, blocks), old)
         compare(flat(last_bits[0], blocks, BLOCK // 8), old_bits[0])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from backends import DTYPES, SPECIAL, assert_equal_backends, assert_equal_functions, problem
 from marsit_arguments import LIMITS, add_arguments, local_arguments, merge_arguments, owned_arguments, placed_arguments
-from op_arguments import arguments_of
+from op_arguments import arguments_of, made
 from scaling_arguments import TO_SCALE, TOLD, scaling_arguments, squares_arguments
 from torch import Tensor
 from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebuild_arguments
@@ -84,12 +84,11 @@ def test_preconditioned_momentum_compress_equals_eager(check, sizes, inside):
 def test_mixed_empty_and_unaligned_gradients_equal_eager(device):
     def make() -> tuple:
         p = problem((2048, 700, 300, 256), 2, 128)
-        arguments = [to(device, a) for a in p.momentum_arguments()]
+        arguments = made("momentum_compress", [to(device, a) for a in p.momentum_arguments()])
         storage = torch.zeros(2049, device=device)
-        storage[1:] = arguments[0][0]
-        second, third = arguments[0][1:3]
-        arguments[0] = [storage[1:], second.bfloat16(), third.half(), torch.empty(0, device=device)]
-        return tuple(arguments)
+        storage[1:] = arguments.grads[0]
+        second, third = arguments.grads[1:3]
+        return arguments._replace(grads=[storage[1:], second.bfloat16(), third.half(), torch.empty(0, device=device)])
 
     assert_equal_backends("momentum_compress", make)
 
@@ -149,7 +148,7 @@ def test_adam_update_equals_eager(check, sizes, dtype):
         for sums in (False, True):
             arguments = problem(sizes, 2, 128, dtype).update_arguments(skip, sums)
             if sums:
-                arguments[-2].zero_()  # blocks that are all padding are not written
+                arguments.exp_avg_sq_sums.zero_()  # blocks that are all padding are not written
             check("adam_update", sizes, lambda a=arguments: a)
 
 
@@ -202,7 +201,7 @@ def test_lamb_coefficient_equals_eager(device, sizes, world_size, deepspeed):
         for skip in (0, 1):
             arguments = problem(sizes, world_size, 128).lamb_coefficient_arguments(deepspeed, skip)
             if zero:
-                arguments[0][0, ::2] = 0.0
+                arguments.norms[0, ::2] = 0.0
             assert_equal_backends("lamb_coefficient", lambda a=arguments: tuple(to(device, x) for x in a))
 
 
@@ -215,8 +214,8 @@ def test_lamb_ratio_equals_eager(check, sizes, world_size, dtype):
         p.exp_avg_sq[::7] = 1e-42
         p.exp_avg_sq[::11] = 0.0
         arguments = p.lamb_ratio_arguments(started, inside, preconditioned, deepspeed, blend, skip)
-        arguments[4][::3] = arguments[6][::3] = 0.0  # no momentum, then none again: no gradient,
-        arguments[8][::5] = 0.0  # so that some variances are 0, and some ratios infinite
+        arguments.exp_avg.scale[::3] = arguments.last.scale[::3] = 0.0  # no momentum, then none again: no gradient,
+        arguments.fresh[::5] = 0.0  # so that some variances are 0, and some ratios infinite
         check("lamb_ratio", sizes, lambda a=arguments: a)
 
 
@@ -233,7 +232,7 @@ def test_lamb_rescale_equals_eager(device, sizes, world_size):
         for found in (None, 0.0, torch.inf):
             arguments = problem(sizes, world_size, 128).lamb_rescale_arguments(deepspeed, blend, skip)
             if found is not None:
-                arguments[0][::2] = found
+                arguments.largest[::2] = found
             assert_equal_backends("lamb_rescale", lambda a=arguments: tuple(to(device, x) for x in a))
 
 

@@ -38,11 +38,10 @@ class FrozenVariance(AveragingOptimizer):
         return coef
 
     def _freeze(self) -> None:
-        layout, block_tensor = self.layout, self._block_tensor
-        dead = DeadCoordinates(layout, block_tensor, self.exp_avg_sq, self.live.numel, self.shards)
-        as_it_is = torch.ones(len(layout.sizes), len(Coef), device=self.device)
-        tables = (as_it_is, block_tensor, dead.mean, dead.mean * self.floor)
-        freeze(layout.sizes, layout.block_size, self.exp_avg, self.exp_avg_sq, False, False, *tables)
+        dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.shards)
+        as_it_is = torch.ones(len(self.layout.sizes), len(Coef), device=self.device)
+        tables = (as_it_is, dead.mean, dead.mean * self.floor)
+        freeze(self.places, self.exp_avg, self.exp_avg_sq, False, False, *tables)
 
 
 class AveragedAdam(AdamUpdate, FrozenVariance):
@@ -84,7 +83,7 @@ class LivingAdam(OneBitAdam):
     _exact: Tensor | None = None
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        per, v = coef[self._block_tensor], self.exp_avg_sq.view(self.layout.n_blocks, -1)
+        per, v = coef[self.places.block_tensor], self.exp_avg_sq.view(self.layout.n_blocks, -1)
         denominators = self._denominators(v, per)
         if self._exact is None:  # beta1 * m of the warm-up, divided at the freeze
             self._exact = self.reducer.worker.compensated.clone().view_as(v)
@@ -102,7 +101,7 @@ class LivingAdam(OneBitAdam):
             divided = self._denominators(torch.where(v > 0, v, rank.worker_sq.view_as(v)), per)
             share = per[:, Coef.ONE_MINUS_BETA1, None] / len(self.reducer.ranks)
             self._exact += share * self._flattened(rank.gradients) / divided
-        moved = (self._exact * coef[self._block_tensor, Coef.STEP_SIZE, None]).view(-1)
+        moved = (self._exact * coef[self.places.block_tensor, Coef.STEP_SIZE, None]).view(-1)
         for i, p in enumerate(self.parameters.dense):
             p.mul_(coef[i, Coef.DECAY]).sub_(self.parameters.shaped(moved, i, self.layout.offset(i)))
 
@@ -111,5 +110,5 @@ class LivingAdam(OneBitAdam):
 
     def _flattened(self, gradients: Sequence[Tensor]) -> Tensor:
         out = torch.zeros(self.layout.numel + TAIL, device=self.device)
-        flatten([g.contiguous() for g in gradients], *self._places, 1.0, None, out)
+        flatten([g.contiguous() for g in gradients], self.layout.sizes, self.layout.block_size, 1.0, None, out)
         return out[:-TAIL].view(self.layout.n_blocks, -1)

@@ -154,7 +154,7 @@ class ErrorFeedback(HopBaseline):
     """
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = self.block_tensor.long()
+        blocks = self.places.block_tensor.long()
         sums = torch.zeros(max(1, len(self.layout.sizes)), device=self.device)
         sums.index_add_(0, blocks, v.abs().view(self.layout.n_blocks, -1).sum(1))
         count = torch.zeros_like(sums).index_add_(0, blocks, self.live.numel.float())

@@ -199,8 +199,8 @@ class BatchedZeroOneAdam(ZeroOneAdam):
         told, anchor = (moves, last, self.leaks, not self.shares_variance), self._kept(moves, last)
         for rank, (params, exp_avg, v) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
             worker = rank.worker
-            where = (worker.compensated, worker.scale, coef, *self._tables, self._no_flags if hold is None else hold)
-            whose = (params, rank.gradients, *self._places, exp_avg, v, inside, precondition)
+            where = (worker.compensated, worker.scale, coef, self._no_flags if hold is None else hold)
+            whose = (params, rank.gradients, self.places, exp_avg, v, inside, precondition)
             local_step(*whose, *where, *told, None if rank is not self.reducer else anchor, self._pending)
 
     def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:

@@ -24,6 +24,7 @@ from ...comm import (
 )
 from ...comm.agreement import Fact
 from ...triton_kernels import Coef, FlatLayout, LiveTable, choose_block_size, live_table
+from ...triton_kernels.nouns import Places
 from ...triton_kernels.tables import tables_of
 from ..arguments import check_keys
 from ..consensus import check_corrections, check_device, check_masks, check_rounding, failure
@@ -204,8 +205,7 @@ class Keeper(torch.optim.Optimizer):
         plist, device = self.parameters, self.device
         self.layout = self._laid_out()
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
-        self._block_tensor = self._launch_tables.tensor
-        self.live = self.active_mask()
+        self.put_live(self.active_mask())
         self.allocate()
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
@@ -245,6 +245,10 @@ class Keeper(torch.optim.Optimizer):
             block_size = -int(self.shards.max(torch.tensor([-block_size], device=self.device)))
         blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=self.device)
         return FlatLayout(sizes, chunks, block_size, int(self.shards.max(blocks)))
+
+    def put_live(self, live: LiveTable) -> None:
+        """Let these elements count, and tell ops so."""
+        self.live, self.places = live, Places.of(self.layout, self._launch_tables.tensor, live)
 
     def active_mask(self, excluded: Sequence[int] = ()) -> LiveTable:
         """Return which elements count: those no mask keeps still, of tensors that are not excluded."""
