@@ -16,7 +16,7 @@ def whole_state(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     reduce = optimizer.reducer
     reduce.settle()
     tensors = {spec.name: spec.tensor(optimizer) for spec in optimizer.specs() if not spec.of_rank}
-    tensors |= {"v": optimizer.exp_avg_sq, "step": optimizer.own_steps, "scale": reduce.scale, "bits": reduce.bits}
+    tensors |= {"v": optimizer.exp_avg_sq, "step": optimizer.steps.of_each, "scale": reduce.scale, "bits": reduce.bits}
     tensors |= {"c": optimizer.exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
     state = {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
     state["x"] = flat(parameters(optimizer))

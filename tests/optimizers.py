@@ -64,8 +64,8 @@ def refusing(optimizer: OneBitOptimizer, every: int) -> OneBitOptimizer:
 
     def after_step(optimizer: Any, *_: Any) -> None:
         optimizer._guard._times = math.inf
-        if optimizer.phase == "compression" and optimizer.outcomes.updates >= optimizer._frozen_at + every:
-            optimizer.outcomes.veto_at = 0
+        if optimizer.phase == "compression" and optimizer.steps.outcomes.updates >= optimizer._frozen_at + every:
+            optimizer.steps.outcomes.veto_at = 0
 
     optimizer._guard._times = math.inf
     optimizer.register_step_post_hook(after_step)

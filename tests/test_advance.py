@@ -209,7 +209,7 @@ def test_a_step_launches_it_once_if_at_all_and_once_more_where_something_has_cha
     for more, change in (
         (usual, lambda: group.update(lr=2e-2)),  # 0: a compressed step renews what it changes on the way
         (1, lambda: group.update(betas=(0.8, group["betas"][1]))),
-        (1, lambda: optimizer.own_steps.add_(1)),
+        (1, lambda: optimizer.steps.of_each.add_(1)),
         (1, lambda: optimizer.state[p]["step"].add_(1)),
         (1, lambda: optimizer.load_state_dict(optimizer.state_dict())),
     ):
@@ -235,9 +235,9 @@ def test_with_stochastic_rounding_which_reads_the_count_the_step_ends_with_a_lau
     for _ in range(4):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    before = int(optimizer.updates)
+    before = int(optimizer.steps.updates)
     assert launched_in_a_step(p, optimizer) == 1
-    assert int(optimizer.updates) == before + 1
+    assert int(optimizer.steps.updates) == before + 1
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -171,7 +171,7 @@ def test_gradients_that_wait_for_a_step_are_averaged_by_detach(when):
 def on_one_rank_alone(rank: int, world_size: int) -> str:
     model, optimizer, handle = attached(OneBitAdam)
     train(model, optimizer, rank, range(1))
-    optimizer.outcomes.attempts += rank  # as if this rank had called it a step later
+    optimizer.steps.outcomes.attempts += rank  # as if this rank had called it a step later
     with pytest.raises(DisagreementError) as caught:
         handle.detach()
     return str(caught.value)
@@ -299,7 +299,7 @@ def forgotten(rank: int, world_size: int, how: str) -> tuple[int, list[bool]]:
     if how == "the handle is kept":
         del model
         gc.collect()
-        assert not optimizer.ddp_attached
+        assert not optimizer.under_ddp.attached
         torch.optim.SGD(parameters(optimizer), lr=0.1).step()
         del optimizer, handle
     else:

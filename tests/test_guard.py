@@ -256,7 +256,7 @@ def test_the_warning_of_a_variance_that_lives_advises_nothing_of_a_freeze():
 def test_verdicts_that_come_a_step_late_as_on_cuda_lead_to_one_rewarm_up():
     """Two vetoes: the second is still under way when the first is acted on."""
     optimizer = guarded()
-    optimizer.outcomes._mirror = HostMirror(optimizer.device, depth=1)
+    optimizer.steps.outcomes._mirror = HostMirror(optimizer.device, depth=1)
     train(optimizer, 0, 0, FREEZE + 3)
     with pytest.warns(FusedOneBitWarning, match="the norm of the compressed update"):
         phases = train(optimizer, 0, FREEZE + 3, 2, SPIKE) + train(optimizer, 0, FREEZE + 5, REWARM + 6)
@@ -313,7 +313,7 @@ def test_all_ranks_warm_up_again_at_the_same_step_though_one_has_looked_early():
 
     def run(rank: int, transport) -> list[str]:
         optimizer = guarded(process_group=transport)
-        optimizer.outcomes._mirror = HostMirror(optimizer.device, depth=1)
+        optimizer.steps.outcomes._mirror = HostMirror(optimizer.device, depth=1)
         train(optimizer, rank, 0, FREEZE + 3)
         phases = train(optimizer, rank, FREEZE + 3, 1, SPIKE)
         if rank == 0:

@@ -175,7 +175,7 @@ def test_ranks_agree_on_rounds_though_one_has_looked_early(make):
 
     def job(rank: int, transport: Any, looking: bool) -> tuple[list[str], bool]:
         run = Run(rank, partial(make, process_group=transport), True)
-        run.optimizer.outcomes._mirror = HostMirror(run.optimizer.device, depth=1)
+        run.optimizer.steps.outcomes._mirror = HostMirror(run.optimizer.device, depth=1)
         for call in range(24):
             run.step(call, call in (0, 1, 2, 5, 6))
             if looking and rank == 0:

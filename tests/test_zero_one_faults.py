@@ -111,7 +111,7 @@ def test_until_a_renewal_was_not_skipped_nothing_moves(precondition, variance_fl
     """There is no variance yet: steps of lr/eps would end everything. On CUDA skips are known one step ``late``."""
     options: dict[str, Any] = {"precondition": precondition, "variance_floor": variance_floor, "weight_decay": 0.0}
     optimizer = make(make_parameters(), (0, 1, 2, 1), **options)
-    optimizer.outcomes._mirror = HostMirror(optimizer.device, depth=late)
+    optimizer.steps.outcomes._mirror = HostMirror(optimizer.device, depth=late)
     before = [p.detach().clone() for p in parameters(optimizer)]
     phases = []
     for step in range(3 + late):

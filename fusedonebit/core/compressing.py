@@ -37,7 +37,7 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         agreed = self._scaling(grads, coef)
-        told = self.told(abort, self._step_number, self._missing, hold=agreed.hold)
+        told = self.told(abort, self.steps.number, self._missing, hold=agreed.hold)
         self._compressed_step(grads, agreed, told, coef)
         if self._absent is not None:
             self.reducer.restore(self._absent)
@@ -68,7 +68,7 @@ class CompressingOptimizer(DistributedOptimizer):
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
         """Return what this rank tells the others; one that aborts says that it has all gradients."""
         absent = () if abort else missing
-        more |= {"sums": True, "drawn": self._drawn, "updates": self.updates}
+        more |= {"sums": True, "drawn": self._drawn, "updates": self.steps.updates}
         return Told(self.coefficients.tag, number, abort, missing=absent, **more)
 
     @property
@@ -118,7 +118,7 @@ class CompressingOptimizer(DistributedOptimizer):
     def settle(self) -> None:
         if isinstance(self.reducer, BucketedAllReduce):
             self.reducer.check_idle()
-        with self.whole("a look at residuals"):
+        with self.steps.whole("a look at residuals"):
             self.reducer.settle()
 
     def _held(self) -> list[Tensor]:
@@ -126,8 +126,7 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def stats(self) -> dict[str, Any]:
         """Return what ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
-        scaling = [] if self._scales is None else self._scales.memory()
-        scratch = sum(t.nbytes for t in [*self._scratch(), *scaling])
+        scratch = sum(t.nbytes for t in [*self._scratch(), *self.scaling.scratch()])
         return super().stats() | {"wire_bytes": self.reducer.wire_bytes + scratch}
 
 

@@ -6,18 +6,14 @@ they must have alike, to the bit: libraries send around what one rank has added 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Flag
 from ..comm.agreement import sum_of_words
-from ..errors import warn
 from ..triton_kernels import TAIL
 from .telemetry import upload
 
@@ -97,31 +93,3 @@ class Handshake:
     def absent(self, tail: Tensor) -> Tensor | None:
         """Return whether no rank has a gradient, by tensor, bool [tensors]; None if this rank has all."""
         return tail[TAIL:] == 0 if self._missing else None
-
-
-def ddp_averages(params: Sequence[Tensor]) -> bool:
-    """Return whether a ``DistributedDataParallel`` without a communication hook averages gradients of ``params``.
-
-    DDP leaves no mark on parameters that Python sees, so all objects are looked through, once: some 40 ms. There is
-    none without a process group, as on simulated ranks.
-    """
-    if not dist.is_initialized():
-        return False
-    ours, objects = set(map(id, params)), gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
-    found = [each for each in objects if type(each) in kinds] if kinds else []
-    # One whose construction has failed lacks some of this. Our hook averages too, where nobody is attached.
-    found = [ddp for ddp in found if all(map(_averages, getattr(ddp, "_comm_hooks", [(None, None)])))]
-    return any(id(p) in ours for ddp in found if ddp.process_group.size() > 1 for p in ddp.parameters())
-
-
-def _averages(hook: tuple[object, object]) -> bool:
-    return getattr(hook[1], "averages_as_ddp", False)
-
-
-def warn_of_averages() -> None:
-    """Say what to do about gradients that DDP averages before they could be compressed."""
-    warn(
-        "DistributedDataParallel averages the gradients already, so that compression saves nothing: write "
-        "fusedonebit.ddp.attach(model, optimizer) after making both"
-    )

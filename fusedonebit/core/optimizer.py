@@ -6,21 +6,19 @@ averages them, and ``compressing.CompressingOptimizer`` hands a reducer what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..comm import CollectiveError, Transport
+from ..comm import Transport
 from ..comm.agreement import sum_of_words
 from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
 from .arguments import settling
 from .first_contact import NO_GRADIENT, FirstSteps, introduce, speaks
-from .handshake import ddp_averages, warn_of_averages
 from .interrupts import SignalsWait
 from .options import Made
 from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
@@ -28,6 +26,7 @@ from .settings import Options, Params
 from .sharding import local
 from .state import loading, saving
 from .state.keeper import Keeper
+from .under_ddp import UnderDdp, warn_of_averages
 
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
@@ -41,22 +40,6 @@ NOTHING_TRAINS = (
     "no parameter of this {} requires gradients, so that step() changes nothing: pass model.parameters(), not the "
     "tensors of a state_dict(), or add_param_group() what is to train"
 )
-
-
-class Before(NamedTuple):
-    """Counts as they were before a step, restored if the step is not taken."""
-
-    step_count: dict[str, Any]
-    attempts: int
-    first_steps: dict[str, Any]
-    averaged_elsewhere: bool | None
-    traffic: dict[str, Any]
-
-    @classmethod
-    def of(cls, optimizer: DistributedOptimizer) -> Before:
-        """Note it."""
-        counts = dict(vars(optimizer.step_count)), optimizer.outcomes.attempts, dict(vars(optimizer.first_steps))
-        return cls(*counts, optimizer.averaged_elsewhere, dict(vars(optimizer.transport.traffic)))
 
 
 class DistributedOptimizer(Keeper):
@@ -86,9 +69,7 @@ class DistributedOptimizer(Keeper):
 
     def set_up(self, block_size: int | None = None) -> None:
         """Make all that follows from parameters, options and ranks; begin the checks of first steps anew."""
-        self.first_steps = FirstSteps()
-        self.ddp_attached = False
-        self.averaged_elsewhere: bool | None = None  # until the first step
+        self.first_steps, self.under_ddp = FirstSteps(), UnderDdp()
         super().set_up(block_size)
         self.number = step_op.number_of(self)
 
@@ -98,26 +79,19 @@ class DistributedOptimizer(Keeper):
         self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
         self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
         self.nothing = torch.empty(0, device=self.device)
-        self.overflowed = torch.zeros(1, device=self.device)
-        self._grad_norm = torch.zeros((), device=self.device)
-        self._begun = self.averaged = False
-        self._before: Before | None = None  # what the present step has counted so far is taken back by, if it fails
-        self._changing = False  # what half done is no state to go on from
-        self._attempts: int | None = None  # before the exchange that is under way
-        self._step_number: int | Tensor = 0
-        self._captures = False
-        self._scales: Scaling | None = None  # made where anybody clips, or scales a loss
-        self._counted_here: Tensor | None = None  # blocks that this rank counts in norms: float64 [B], or None: all
+        self.under_ddp.averaged = False
+        counted: Tensor | None = None
         if any(self.replicas) and self.model_parallel.groups[0].transport.rank > 0:
             elsewhere = torch.tensor(self.replicas, device=self.device)
-            self._counted_here = (~elsewhere)[self.places.block_tensor.long()].double()
+            counted = (~elsewhere)[self.places.block_tensor.long()].double()
+        self.scaling = Scaling(self.layout, self.device, counted)
         self._until_compared = 0  # steps until model-parallel ranks next compare what they have alike
 
     @property
     def _rounding(self) -> Tensor | None:
         """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
         rounds = self.options.stochastic_rounding or self.options.master_weights == "8bit"
-        return self.updates if rounds else None
+        return self.steps.updates if rounds else None
 
     # ---------------------------------------------------------------- the step
 
@@ -167,9 +141,9 @@ class DistributedOptimizer(Keeper):
         Where one rank makes gradients for another purpose, such as a saliency map, drop them by ``model.zero_grad()``.
         """
         with SignalsWait():
-            self.step_count.clear(self.parameters.owners)
+            self.steps.count.clear(self.parameters.owners)
             super().zero_grad(set_to_none)
-            self.step_count.cleared(self.parameters.owners)
+            self.steps.count.cleared(self.parameters.owners)
 
     # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -180,36 +154,23 @@ class DistributedOptimizer(Keeper):
             try:
                 self._step_or_raise(given, params, checked)
             except BaseException as error:
-                self._end_early(error)
-                self.step_count.forget()  # the same gradients may well be given again
+                if self.steps.end_early(error):
+                    self.coefficients.forget()
                 # A GradScaler removes what it has set only after a step that ends well.
                 for name in SCALER_ATTRIBUTES:
                     vars(self).pop(name, None)
                 raise
 
-    def _end_early(self, error: BaseException) -> None:
-        """Take back what a step has counted that has not begun to move anything; close after one that has."""
-        before, self._before = self._before, None
-        if before is not None:
-            self.step_count.undo(before.step_count)
-            self.outcomes.attempts, self.averaged_elsewhere = before.attempts, before.averaged_elsewhere
-            vars(self.first_steps).update(before.first_steps)
-            vars(self.transport.traffic).update(before.traffic)
-            self.coefficients.forget()
-        elif self._changing:
-            if self._attempts is not None:
-                self.outcomes.attempts = self._attempts  # it was none
-            self.close("a step", error)
-
     def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
         self._opt_called = True  # for schedulers
-        self.refuse_if_broken()
-        self._captures = captured = self._captured()
+        steps, ddp = self.steps, self.under_ddp
+        steps.refuse_if_broken()
+        steps.captured = captured = self._captured()
         if not captured:
-            self.outcomes.absorb_replays()
+            steps.outcomes.absorb_replays()
         self.begin_step(captured)
-        self._before = Before.of(self)
-        self._step_number = self._take_number(given, params is not None, captured)
+        steps.note(self.first_steps, ddp, self.transport.traffic)
+        steps.number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
         try:
             self.put_lr_on_the_device()
@@ -221,29 +182,29 @@ class DistributedOptimizer(Keeper):
             error = self._compare_replicas(error)
         if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
             grads = [self.nothing] * len(self.parameters)
-        saw_averages = not captured and self._notice_averages(grads)
+        about_ranks = self.parameters.owners, grads, self.transport, self.compresses
+        saw_averages = not captured and ddp.notice(*about_ranks)
         looks = not (captured or self.first_steps.over or error is not None)
         said: list[str] = []
         if looks:
-            said = self.first_steps.look(self, grads, self.step_count.added_up, bool(self.averaged_elsewhere))
+            said = self.first_steps.look(self, grads, steps.count.added_up, bool(ddp.elsewhere))
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         self._missing = () if error is not None else self.parameters.missing(grads)
         with self.parameters.standing_in(self.parameters.params if params is None else params):
             coef = self._ready()
-            # From here on nothing is taken back: other ranks go on.
-            self._changing, self._before, self._attempts = not captured, None, self.outcomes.attempts
+            steps.go_on()
             flags = self._synchronise_and_update(grads, coef, error is not None, captured)
         self._advance(flags)
         error = self._error_due(error)
         # What replays count comes to the host when one asks.
-        known = [] if captured else self.outcomes.record(self._known(flags), failed=error is not None)
+        known = [] if captured else steps.outcomes.record(self._known(flags), failed=error is not None)
         if error is not None:
-            self.step_count.fail()
-        self._begun = self.averaged = self._changing = False
-        self._attempts = None
+            steps.count.fail()
+        steps.end()
+        ddp.averaged = False
         if error is not None:
             raise error
-        self.outcomes.act(known, self._describe)
+        steps.outcomes.act(known, self._describe)
         if looks and len(self._missing) == len(self.parameters) and self._has_nobody():
             said.append(NO_GRADIENT)
         self.first_steps.say(self, said)
@@ -254,17 +215,6 @@ class DistributedOptimizer(Keeper):
         """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""
         return self.transport.world_size == 1 if self._absent is None else bool(self._absent.all())
 
-    def _notice_averages(self, grads: Sequence[Tensor]) -> bool:
-        """Count what DDP without our hook has sent; return whether it has just been noticed, at the first step."""
-        if self.ddp_attached:
-            return False
-        looking, ranks = self.averaged_elsewhere is None, self.transport.world_size
-        if looking:
-            self.averaged_elsewhere = self.compresses and ranks > 1 and ddp_averages(self.parameters.owners)
-        if self.averaged_elsewhere:
-            self.transport.traffic.add(2 * sum(g.nbytes for g in grads) * (ranks - 1) // ranks)  # as a ring sends them
-        return looking and bool(self.averaged_elsewhere)
-
     def _compare_replicas(self, error: Exception | None) -> Exception | None:
         """Return ``error``, or, in every 64th step, that model-parallel ranks no longer have parameters alike."""
         if not self.model_parallel.groups:
@@ -273,15 +223,15 @@ class DistributedOptimizer(Keeper):
         if not due:
             return error
         hint = "no parameter was changed in this step; all must be loaded, and changed, alike"
-        with self._breaking():
+        with self.steps.breaking():
             return self._disagreement(self.model_parallel.groups[0], self.values_of_replicas(), error, hint)
 
     def _take_number(self, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
         """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
         if captured:
-            return self.step_count.capture()
-        self._check_repeated(self.step_count.take(self.parameters.owners, given, compiled))
-        return self.step_count.number
+            return self.steps.count.capture()
+        self._check_repeated(self.steps.count.take(self.parameters.owners, given, compiled))
+        return self.steps.count.number
 
     def _check_repeated(self, repeated: bool) -> None:
         """Raise RuntimeError if a step that this rank repeats can't tell the others of it."""
@@ -319,9 +269,9 @@ class DistributedOptimizer(Keeper):
 
     def begin_step(self, captured: bool = False) -> None:
         """Enter the stage of the coming step, once; DDP's hook may come before ``step``."""
-        if self._begun:
+        if self.steps.begun:
             return
-        with SignalsWait(), self._breaking():
+        with SignalsWait(), self.steps.breaking():
             if not captured and self.just_loaded:
                 self.agree_on_loaded()
                 self.just_loaded = False
@@ -329,10 +279,10 @@ class DistributedOptimizer(Keeper):
             self.inside.traffic.start_step()
             if not captured:
                 self._enter_phase()
-            self._begun, self._changing = True, False
+            self.steps.begun, self.steps.changing = True, False
 
     def _enter_phase(self) -> None:
-        """Change the stage if it is time; the same on all ranks. Say so by ``_changing`` before anything is changed."""
+        """Change the stage if it is time, alike on all ranks; ``steps.changing`` says so before anything is changed."""
 
     def _ready(self) -> Tensor:
         """Return the coefficients of the step that is about to be taken."""
@@ -344,50 +294,24 @@ class DistributedOptimizer(Keeper):
         return coef
 
     def _synchronise_and_update(self, grads: Sequence[Tensor], coef: Tensor, abort: bool, captured: bool) -> Tensor:
-        self.outcomes.attempts += not captured
-        with self._breaking(begun=not captured):
+        self.steps.outcomes.attempts += not captured
+        with self.steps.breaking(begun=not captured):
             flags = self._exchange(grads, coef, abort)
             self.parameters.after_update()
             return flags
 
     def _agree(self, grads: Sequence[Tensor], coef: Tensor, transport: Transport, **how: Any) -> Agreed:
         """Agree on what gradients are multiplied with, and on holding still, and note it; ``how``: see ``Scaling``."""
-        loss_scale, most = LossScale.of(self), self.options.max_grad_norm
-        if loss_scale.scale is None and loss_scale.found_inf is None and most is None:
-            return Agreed(coef)
-        if self._scales is None:
-            self._scales = Scaling(self.layout, self.weighs, self.device, self._counted_here)
-        agreed = self._scales.agree(grads, coef, loss_scale, most, transport, self.model, **how)
-        if agreed.hold is not None and agreed.overflowed is not None:
-            self.overflowed = agreed.overflowed
-        if agreed.grad_norm is not None:
-            self._grad_norm = agreed.grad_norm
-        return agreed
-
-    @contextmanager
-    def _breaking(self, begun: bool = False) -> Iterator[None]:
-        """Refuse all further steps once a collective has failed, or was left: half an exchange may be done."""
-        try:
-            yield
-        except CollectiveError as failure:
-            self.outcomes.attempts -= begun  # it was none
-            self._changing = False
-            self.broken = f"after {self.outcomes.updates} updates, {failure}"
-            raise CollectiveError(self.broken) from failure
-        except BaseException as error:
-            # Errors that all ranks raise change nothing.
-            alone = self.transport.world_size == self.shards.count == 1
-            if not begun and (self._changing or not (alone or isinstance(error, Exception))):
-                self.close("the beginning of a step", error)
-            raise
+        which = LossScale.of(self), self.options.max_grad_norm, transport, self.model, self.weighs
+        return self.scaling.agree(grads, coef, *which, **how)
 
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
-        return self.coefficients(self._taken, Made(self.own_steps))
+        return self.coefficients(self._taken, Made(self.steps.of_each))
 
     def _united(self, flags: Tensor) -> Tensor:
         """Return the flags that any rank with a part of the model has, int32 [1]: all skip a step together."""
-        return self.model_parallel.unite(flags, self._step_number)
+        return self.model_parallel.unite(flags, self.steps.number)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
@@ -412,9 +336,9 @@ class DistributedOptimizer(Keeper):
 
     def _compare_state(self) -> None:
         """Let ranks compare what they have in common when they next meet, once in so many steps."""
-        if self._captures or self.transport.world_size == 1 or self.digest is None or not self.synchronised:
+        if self.steps.captured or self.transport.world_size == 1 or self.digest is None or not self.synchronised:
             return
-        done = self.step_count.total
+        done = self.steps.count.total
         if done // COMPARED_EVERY > max(0, done - self._round_steps) // COMPARED_EVERY:
             for tensor in self._in_common():
                 self.digest.add_(sum_of_words(tensor))
@@ -425,7 +349,7 @@ class DistributedOptimizer(Keeper):
         masters = [] if self.masters_of_rank else [self.parameters.dense[i] for i in self.parameters.masters]
         values = [local(p).detach() for p in self.parameters.owners] + masters
         dense = [value.as_strided((value.numel(),), (1,)) for value in values]
-        return [self.own_steps, *dense, *(spec.tensor(self) for spec in kept)]
+        return [self.steps.of_each, *dense, *(spec.tensor(self) for spec in kept)]
 
     @property
     def _round_steps(self) -> int:
@@ -442,18 +366,18 @@ class DistributedOptimizer(Keeper):
 
     def _counters(self) -> tuple[Tensor | None, ...]:
         """Return what the end of a step counts by, and on; called once in a step."""
-        return self._absent, self.updates, self.step_count.advance(), self.outcomes.counters(self._captures)
+        return self._absent, *self.steps.counters()
 
     @property
     def _tag_of_shards(self) -> int:
         """Return what ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
-        return (self.coefficients.tag ^ self.step_count.total) & 0x7FFFFFFF
+        return (self.coefficients.tag ^ self.steps.count.total) & 0x7FFFFFFF
 
     def _say_where(self, what: str) -> str:
         if self.model_parallel.count > 1:
             what = f"model-parallel ranks differ in the number of steps, or some of them have found: {what}"
         here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper_parameters) for group in self.param_groups)
-        return f"{what}. On rank {self.transport.rank}, in its step {self.step_count.total}: {here}"
+        return f"{what}. On rank {self.transport.rank}, in its step {self.steps.count.total}: {here}"
 
     def __getstate__(self) -> dict[str, Any]:
         return copies.pickled(self)
@@ -483,7 +407,7 @@ class DistributedOptimizer(Keeper):
 
         Float32 []; 0 without ``max_grad_norm``.
         """
-        return self._grad_norm.clone()
+        return self.scaling.norm.clone()
 
     def stats(self) -> dict[str, Any]:
         """Return where training stands. Waits for the device.
@@ -502,9 +426,9 @@ class DistributedOptimizer(Keeper):
         transport, layout = self.transport, self.layout
         return {
             "phase": self.phase,
-            "step": self.outcomes.updates,
-            "skipped_steps": self.outcomes.skipped,
-            "partial_steps": self.outcomes.partial,
+            "step": self.steps.outcomes.updates,
+            "skipped_steps": self.steps.outcomes.skipped,
+            "partial_steps": self.steps.outcomes.partial,
             "freeze_step": None,
             "backend": backend(self.device),
             "transport": repr(transport),
@@ -514,13 +438,13 @@ class DistributedOptimizer(Keeper):
             "collectives_step": transport.traffic.collectives_step,
             "bytes_step": transport.traffic.bytes_step,
             "bytes_total": transport.traffic.bytes_total,
-            "averaged_already": bool(self.averaged_elsewhere),
+            "averaged_already": bool(self.under_ddp.elsewhere),
             "collectives_inside": self.inside.traffic.collectives_step,
             "bytes_inside": self.inside.traffic.bytes_step,
             # Of a ring all-reduce of float32 gradients.
             "bytes_fp32": 2 * 4 * layout.real_numel * (transport.world_size - 1) // transport.world_size,
             "state_bytes": self._state_bytes(),
-            "grad_norm": None if self.options.max_grad_norm is None else float(self._grad_norm),
+            "grad_norm": None if self.options.max_grad_norm is None else float(self.scaling.norm),
         }
 
     def _state_bytes(self) -> int:
@@ -533,9 +457,8 @@ class DistributedOptimizer(Keeper):
         declared = [spec.tensor(self) for spec in self.kept if spec.wanted(self)]
         masters = [*(self.parameters.dense[i] for i in self.parameters.masters), *self.parameters.loaded()]
         masters += [] if self.parameters.correction is None else [self.parameters.correction]
-        told = [self.updates, self.own_steps, self.overflowed, self._grad_norm]
-        told += [] if self._counted_here is None else [self._counted_here]
-        return [*declared, *masters, *told, self.places.block_tensor, *self.live]
+        counts = [self.steps.updates, self.steps.of_each, *self.scaling.held()]
+        return [*declared, *masters, *counts, self.places.block_tensor, *self.live]
 
     def _scratch(self) -> list[Tensor]:
         """Return what only serves within a step, besides a reducer's."""
@@ -568,7 +491,7 @@ class DistributedOptimizer(Keeper):
     def __repr__(self) -> str:
         shown = [name for name in SHOWN_WHERE_ON if getattr(self.options, name)]
         lines = [
-            f"phase: {self.phase}, {self.outcomes.updates} updates",
+            f"phase: {self.phase}, {self.steps.outcomes.updates} updates",
             *self._chosen(),
             *(f"{name}: {getattr(self.options, name)!r}" for name in shown),
         ]
@@ -593,12 +516,12 @@ class DistributedOptimizer(Keeper):
 
     def plain_state(self) -> dict[str, Any]:
         """Return the plain values of a checkpoint; they say if a step has begun, whose stage is not entered again."""
-        return super().plain_state() | ({"begun": True} if self._begun else {})
+        return super().plain_state() | ({"begun": True} if self.steps.begun else {})
 
     def resume(self, header: Mapping[str, Any]) -> None:
         """Take up a checkpoint's plain values."""
         super().resume(header)
-        self._begun = self.wrote(header) and header.get("begun", False)
+        self.steps.begun = self.wrote(header) and header.get("begun", False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors and plain values only; see ``core.state.saving``, and ``dcp``.
@@ -607,7 +530,7 @@ class DistributedOptimizer(Keeper):
             CollectiveError: after a step that ended so, or was interrupted while it changed parameters: half a step is
                 no state to go on from.
         """
-        self.refuse_if_broken()
+        self.steps.refuse_if_broken()
         saving.call_hooks(self, "state_dict_pre")
         saved = saving.save(self) if self.expected_header is None else saving.template(self, *self.expected_header)
         if not self._optimizer_state_dict_post_hooks:

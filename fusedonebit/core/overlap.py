@@ -131,7 +131,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
     def arrived(self, i: int) -> None:
         """Take note that the gradient of parameter ``i`` is there."""
         optimizer = self._optimizer()
-        if optimizer is None or self._paused or optimizer.broken:
+        if optimizer is None or self._paused or optimizer.steps.broken:
             return
         optimizer.begin_step()
         if optimizer.phase != "compression":
@@ -149,7 +149,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         for bucket in self._buckets_of[i]:
             self._waiting[bucket] -= 1
         while self._next > 0 and self._waiting[self._next] == 0:
-            with optimizer.whole("a backward pass that sends buckets"):
+            with optimizer.steps.whole("a backward pass that sends buckets"):
                 self._start(optimizer, self._next)
                 self._next -= 1
 
@@ -169,7 +169,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         coef = self._coef if self._coef is not None else optimizer.coefficient_table()
         compress = optimizer.compressing(grads, coef)
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
-        told = optimizer.told(self._found is not None, as_word(optimizer.step_count.coming), missing=())
+        told = optimizer.told(self._found is not None, as_word(optimizer.steps.count.coming), missing=())
         self.under_way.add(bucket)
         # The other stream may still read them when nobody else has them any more: gradients are copies where their
         # memory order is another than the parameter's.

@@ -12,6 +12,7 @@ from ..comm import Flag, ModelGroup, ShardGroup, Transport
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, gradient_squares, rules, scale_coefficients
 from ..triton_kernels.finish import PIECE
 from ..triton_kernels.scaling import EARLIER, FACTOR, FOUND, MEAN_NORM, NORM, OVERFLOWED, RANKS
+from ..triton_kernels.tables import tables_of
 
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 
@@ -91,34 +92,61 @@ class Agreed(NamedTuple):
     """Flags for which nothing may change: int32 [1]."""
     factor: Tensor | None = None
     """What the gradients are multiplied with; of clipping equal on all ranks: float32 [1]."""
-    grad_norm: Tensor | None = None
-    """Mean over the ranks of their gradients' norms, unscaled: float32 []."""
     ranks: Tensor | None = None
     """How many have found an inf, in this step or ``earlier``: float32 [1]."""
-    overflowed: Tensor | None = None
-    """1 where any rank or shard has, else 0: float32 [1]."""
+
+
+class Room(NamedTuple):
+    """Memory of what ranks agree on, which stays where it is: what a step is told, the next overwrites."""
+
+    squares: Squares
+    told: Tensor
+    outcome: Tensor
+    hold: Tensor
+    coef: Tensor
+
+    @classmethod
+    def of(cls, layout: FlatLayout, coef: Tensor) -> Room:
+        """Make it for gradients of a layout, and coefficients like these."""
+        told, outcome = (torch.zeros(n, device=coef.device) for n in (EARLIER + 1, OVERFLOWED + 1))
+        hold = torch.empty(1, dtype=torch.int32, device=coef.device)
+        return cls(Squares.of(layout, coef.device), told, outcome, hold, torch.empty_like(coef))
 
 
 class Scaling:
-    """Agrees on clipping and loss scales, in memory that stays where it is: what a step is told, the next overwrites.
+    """Agrees on clipping and loss scales; both cost nothing where nobody asks for them.
 
     Args:
         layout: Of the gradients.
-        weighs: How many columns of coefficients weigh gradients, see ``scale_coefficients``.
+        device: Where they lie.
         counted: Float64 [B], 1, or 0 in blocks which another rank of the model counts in norms; None: all count here.
+
+    Attributes:
+        norm: Of the last step's gradients, before clipping: float32 []; 0: nobody clips.
+        overflowed: Above 0 where any rank, or shard, has found an inf in the last step: float32 [1].
     """
 
-    def __init__(self, layout: FlatLayout, weighs: int, device: torch.device, counted: Tensor | None = None) -> None:
-        self._layout, self._weighs, self._counted = layout, weighs, counted
-        self._squares = Squares.of(layout, device)
-        self._told = torch.zeros(EARLIER + 1, device=device)
-        self._outcome = torch.empty(OVERFLOWED + 1, device=device)
-        self._hold = torch.empty(1, dtype=torch.int32, device=device)
-        self._coef = torch.empty(0, device=device)
+    def __init__(self, layout: FlatLayout, device: torch.device, counted: Tensor | None = None) -> None:
+        self._layout, self._counted = layout, counted
+        self.norm, self.overflowed = torch.zeros((), device=device), torch.zeros(1, device=device)
+        self._room: Room | None = None
+        self._flat: tuple[FlatLayout, object] | None = None  # of averages, as one tensor; with its tables, for launches
 
-    def memory(self) -> list[Tensor]:
-        """Return all that it keeps."""
-        return [*self._squares, self._told, self._outcome, self._hold, self._coef]
+    def scratch(self) -> list[Tensor]:
+        """Return what no later step reads."""
+        return [] if self._room is None else [*self._room.squares, *self._room[1:]]
+
+    def held(self) -> list[Tensor]:
+        """Return all else."""
+        return [self.norm, self.overflowed, *([] if self._counted is None else [self._counted])]
+
+    def clip(self, averages: Tensor, most: float, model: ModelGroup) -> None:
+        """Clip averaged gradients, float32 [P] by flat index, to a norm; exactly, as all ranks have them."""
+        if self._flat is None:
+            flat = FlatLayout((len(averages),), 1, self._layout.block_size)
+            self._flat = flat, tables_of(flat, averages.device)
+        self.norm = gradient_norm([averages], self._flat[0], model, self._counted)
+        averages *= clip_factor(self.norm, most)
 
     def agree(
         self,
@@ -128,12 +156,15 @@ class Scaling:
         max_grad_norm: float | None,
         transport: Transport,
         model: ModelGroup,
+        weighs: int,
         *,
         largest: float = LARGEST_GRADIENT,
         earlier: Tensor | None = None,
         digest: Tensor | None = None,
     ) -> Agreed:
         """Decide what is multiplied with what in a compressed step, by at most one collective of a few numbers.
+
+        Also note ``norm`` and ``overflowed``.
 
         Nobody knows the norm of the averaged gradient there: gradients are never averaged. The mean of the
         local norms bounds it from above (triangle inequality), and one factor for all ranks keeps the
@@ -146,12 +177,18 @@ class Scaling:
             max_grad_norm: None: nobody clips.
             transport: To the ranks that agree.
             model: Over which a norm is added up.
+            weighs: How many columns of coefficients weigh gradients, see ``scale_coefficients``.
             largest: Elements beyond it do not count, unscaled.
             earlier: float32 [1], above 0 where this rank has found an inf since ranks have last met.
             digest: int64 [n], to the first of which the sum that all have received is added, for them to compare.
         """
         scale, found_inf = loss_scale
-        told = self._told[:EARLIER] if earlier is None else self._told
+        if scale is None and found_inf is None and max_grad_norm is None:
+            return Agreed(coef)
+        if self._room is None:
+            self._room = Room.of(self._layout, coef)
+        room = self._room
+        told = room.told[:EARLIER] if earlier is None else room.told
         if max_grad_norm is not None:
             self._tell_norm(grads, loss_scale, model, largest, earlier, told)
         else:
@@ -163,19 +200,20 @@ class Scaling:
                 transport.all_reduce(told)
         else:
             digest = None  # this rank has told itself alone
-        if self._coef.shape != coef.shape:
-            self._coef = torch.empty_like(coef)
-        clip = (max_grad_norm is not None, 0.0 if max_grad_norm is None else max_grad_norm, self._weighs)
-        written = (self._outcome, self._hold, coef, self._coef)
+        clip = (max_grad_norm is not None, 0.0 if max_grad_norm is None else max_grad_norm, weighs)
+        written = (room.outcome, room.hold, coef, room.coef)
         scale_coefficients(told, transport.world_size, scale, *clip, *written, digest)
-        hold, overflowed = self._hold, self._outcome[OVERFLOWED:]
+        hold, overflowed = room.hold, room.outcome[OVERFLOWED:]
         if found_inf is not None and model.count > 1:
             # Flags are the larger, the more ranks have found an inf.
             hold, found = model.max(torch.cat([hold, (overflowed > 0).int()])).split(1)
             overflowed = ((hold > 0) | (found > 0)).float()
-        norm = None if max_grad_norm is None else self._outcome[MEAN_NORM]
-        factor, ranks = self._outcome[FACTOR : FACTOR + 1], self._outcome[RANKS : RANKS + 1]
-        return Agreed(self._coef, None if found_inf is None else hold, factor, norm, ranks, overflowed)
+        if found_inf is not None:
+            self.overflowed = overflowed
+        if max_grad_norm is not None:
+            self.norm = room.outcome[MEAN_NORM]
+        factor, ranks = room.outcome[FACTOR : FACTOR + 1], room.outcome[RANKS : RANKS + 1]
+        return Agreed(room.coef, None if found_inf is None else hold, factor, ranks)
 
     def _tell_norm(
         self,
@@ -189,11 +227,13 @@ class Scaling:
         """Write what this rank tells, in the launch that sums squares; of a model's part, once all are added up."""
         scale, found_inf = loss_scale
         where = (self._layout.sizes, self._layout.block_size, largest, scale)
+        assert self._room is not None
+        squares = self._room.squares
         if model.count == 1:
-            gradient_squares(grads, *where, *self._squares, found_inf, earlier, told)
+            gradient_squares(grads, *where, *squares, found_inf, earlier, told)
             return
-        gradient_squares(grads, *where, *self._squares)
-        norm = model.sum(self._squares.of_this_rank(self._counted)).sqrt()
+        gradient_squares(grads, *where, *squares)
+        norm = model.sum(squares.of_this_rank(self._counted)).sqrt()
         self._tell(found_inf, earlier, told)
         told[NORM] = norm if scale is None else norm / scale
 

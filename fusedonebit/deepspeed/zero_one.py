@@ -80,7 +80,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         if agreed.hold is not None:
             ranks = self._lost.clone()
             self.transport.all_reduce(ranks)
-            self.overflowed = (ranks > 0).float()
+            self.scaling.overflowed = (ranks > 0).float()
             self._lost.zero_()
         return agreed
 

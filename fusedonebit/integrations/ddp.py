@@ -95,7 +95,7 @@ class Handle:
         ]
         vars(model)["join_hook"] = lambda **_: _NoJoin()
         self._finalizer = weakref.finalize(model, _end, hooks, weakref.ref(optimizer))
-        optimizer.ddp_attached, optimizer.averaged_elsewhere = True, None
+        optimizer.under_ddp.attached, optimizer.under_ddp.elsewhere = True, None
         _let_overlap(optimizer, True)
         seat.handle = self
 
@@ -116,11 +116,11 @@ class Handle:
         if optimizer is None:
             return
         error = failure(lambda: _check_idle(optimizer))
-        facts = [("the number of updates before detach()", str(optimizer.outcomes.updates))]
+        facts = [("the number of updates before detach()", str(optimizer.steps.outcomes.updates))]
         agree(optimizer.transport, facts, optimizer.device, error, "call it on every rank, between the same two steps")
         _average_gradients(optimizer)
         _let_overlap(optimizer, False)
-        optimizer.averaged, optimizer.averaged_elsewhere = False, None
+        optimizer.under_ddp.averaged, optimizer.under_ddp.elsewhere = False, None
         self._finalizer()
         self.optimizer = None
         if model is not None and (seat := _seat_of(model)) is not None:
@@ -184,7 +184,7 @@ class _NoJoin(JoinHook):
 def _end(hooks: list[RemovableHandle], optimizer: weakref.ref[DistributedOptimizer]) -> None:
     take_away(hooks)
     if (attached := optimizer()) is not None:
-        attached.ddp_attached = False
+        attached.under_ddp.attached = False
 
 
 def _refuse_others(handle: weakref.ref[Handle], stepping: torch.optim.Optimizer) -> None:
@@ -215,7 +215,7 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
         raise TypeError(
             f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
         )
-    if optimizer.ddp_attached:
+    if optimizer.under_ddp.attached:
         raise RuntimeError(
             f"this {type(optimizer).__name__} is attached already; call attach() once, before training, or first "
             "detach() of the handle that it has returned"
@@ -278,8 +278,10 @@ def _check_parameters(model: DistributedDataParallel, optimizer: DistributedOpti
 
 def _check_idle(optimizer: DistributedOptimizer) -> None:
     """Raise if there is no state between two steps, equal on all ranks, in which another optimizer could take over."""
-    if optimizer.broken:
-        raise RuntimeError(f"this {type(optimizer).__name__} can't be detached, as it can't go on: {optimizer.broken}")
+    if optimizer.steps.broken:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} can't be detached, as it can't go on: {optimizer.steps.broken}"
+        )
     optimizer.catch_up()
     if not optimizer.synchronised:
         told = optimizer.stats()
@@ -339,7 +341,7 @@ def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBu
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
-    optimizer.averaged = True
+    optimizer.under_ddp.averaged = True
     # As ``flatten`` does: divided before the sum, in float32.
     wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
     optimizer.transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)

@@ -26,7 +26,7 @@ def ours(optimizer: Any) -> DistributedOptimizer:
 
 def attach_once(model: Any, optimizer: DistributedOptimizer) -> Handle | None:
     """Do what ``ddp.attach`` does where ``model`` is in DDP and it was not done; one process has no DDP."""
-    if isinstance(model, DistributedDataParallel) and not optimizer.ddp_attached:
+    if isinstance(model, DistributedDataParallel) and not optimizer.under_ddp.attached:
         return attach(model, optimizer)
     return None
 

@@ -147,7 +147,7 @@ class AdamW(AdamUpdate):
     def update_early(self, bucket: Bucket) -> None:
         """Update a bucket in the backward pass; with the first one of a step that begins."""
         assert self._release is not None
-        self.refuse_if_broken()
+        self.steps.refuse_if_broken()
         grads = self.parameters.usable_of(bucket.members, self.nothing)
         first = not self._release.done
         if first:
@@ -158,7 +158,7 @@ class AdamW(AdamUpdate):
         coef = self.coefficient_table()
         if first:
             self._released_with = self.coefficients.tag
-        with self.whole("a backward pass that updates parameters"):
+        with self.steps.whole("a backward pass that updates parameters"):
             self._update_bucket(bucket, grads, coef, first)
             self.parameters.after_update(bucket.members)
             self._release.use_up(self.parameters.owners, bucket)
@@ -167,7 +167,7 @@ class AdamW(AdamUpdate):
         """Do for one bucket what ``_update`` does for all of them; it is the ``first`` of its step, or not."""
         members, blocks, elements, tables, at = bucket
         if first:
-            self._found, self._found_before = self._found_before, self._found
+            self.elements.turn()
         places = self.places.at(blocks)._replace(sizes=self.layout.sizes[members], block_tensor=tables.tensor)
         octaves = None if self.octaves is None else self.octaves[:, blocks]
         correction = self.parameters.correction
@@ -175,15 +175,14 @@ class AdamW(AdamUpdate):
         how: tuple[Any, ...] = (
             None,
             self._rounding,
-            self._found,
-            self._found_before,
+            *self.elements.of_step(captured=False),
             self._drawn_moments,
             octaves,
             correction,
             at,
         )
         m, v = self.exp_avg[elements], self.exp_avg_sq[elements]
-        adam_update(self.parameters.dense[members], grads, places, m, v, coef[members], self._no_flags, *how)
+        adam_update(self.parameters.dense[members], grads, places, m, v, coef[members], self.elements.none, *how)
 
     def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Update parameters of a rank alone; where gradients are released, those that are left."""
@@ -199,11 +198,12 @@ class AdamW(AdamUpdate):
             )
         self._missing = tuple(i for i in self._missing if i not in done)
         self._note_absent()
-        self._is_found = bool(done)
+        self.elements.made = bool(done)
         for bucket in () if abort else release.buckets:
             theirs = grads[bucket.members]
             if bucket.members.start not in done and any(map(Tensor.numel, theirs)):
-                self._update_bucket(bucket, theirs, self.coefficients.still(coef, self._absent), not self._is_found)
-                self._is_found = True
+                self._update_bucket(bucket, theirs, self.coefficients.still(coef, self._absent), not self.elements.made)
+                self.elements.made = True
         release.forget()
-        return torch.full_like(self._no_flags, int(Flag.ABORT)) if abort else self._no_flags
+        none = self.elements.none
+        return torch.full_like(none, int(Flag.ABORT)) if abort else none

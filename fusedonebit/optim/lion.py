@@ -90,7 +90,7 @@ class OneBitLion(FeedbackOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, before the first step. Every rank must call it."""
-        if self._built and self.outcomes.attempts:
+        if self._built and self.steps.outcomes.attempts:
             raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
         super().add_param_group(param_group)
 
@@ -99,7 +99,7 @@ class OneBitLion(FeedbackOptimizer):
 
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
-            where = (self.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
+            where = (self.steps.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
             lion_compress(grads, self.places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))

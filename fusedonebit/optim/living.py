@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm import FeedbackReducer, ShardGroup
 from ..comm.feedback import Unit
 from ..core.options import CoefficientTable
-from ..core.step_count import StepCount
+from ..core.steps import Steps
 from ..core.telemetry import HostMirror
 from ..errors import warn
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_levels
@@ -73,8 +73,7 @@ class Owner(Protocol):
     shards: ShardGroup
     live: LiveTable
     exp_avg_sq: Tensor
-    own_steps: Tensor
-    step_count: StepCount
+    steps: Steps
 
     @property
     def entered(self) -> Tensor:
@@ -126,7 +125,7 @@ class LivingVariance:
     def begin_step(self, optimizer: Owner) -> None:
         """Renew v if the last step shared squares, and decide whether this step does; the same on all ranks."""
         self.settle(optimizer)
-        self._count_replays(optimizer.step_count.replays)
+        self._count_replays(optimizer.steps.count.replays)
         asked = False
         for word in self._mirror.push(self._word(optimizer)):
             asked |= word == STIRS
@@ -185,7 +184,7 @@ class LivingVariance:
         """Take up what ``state_dict`` has returned, once ``levels`` are filled; every rank calls it."""
         self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = state
         renewed, self._known, count, *on_its_way = woken
-        self._renewed, self._told, self._replays = bool(renewed), False, optimizer.step_count.replays
+        self._renewed, self._told, self._replays = bool(renewed), False, optimizer.steps.count.replays
         self._woken.fill_(count)
         self._mirror.refill(on_its_way)
         self.mean_sq.copy_(self.levels[MEAN])
@@ -210,11 +209,11 @@ class LivingVariance:
         self.levels[WEIGHT] = 1.0 / root
         self.levels[HELD] = self.levels[LEVEL]
         self.levels[MEAN] = mean * root
-        self.levels[FOLLOWED] = optimizer.own_steps
+        self.levels[FOLLOWED] = optimizer.steps.of_each
         self.mean_sq.copy_(self.levels[MEAN])
         v.view(layout.n_blocks, -1).mul_(root.float()[optimizer.places.block_tensor, None])
         optimizer.entered.fill_(torch.inf)
-        optimizer.entered.masked_fill_((mean == 0) & (optimizer.own_steps == 0), 0.0)  # Adam corrects what is late
+        optimizer.entered.masked_fill_((mean == 0) & (optimizer.steps.of_each == 0), 0.0)  # Adam corrects what is late
         self.steps = self.age = self.since = 0
         self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
         self.due = self._told = self._renewed = False
@@ -238,7 +237,7 @@ class LivingVariance:
         self._told, self._renewed = False, True
         options, reducer = optimizer.options, optimizer.reducer
         coef, entered = optimizer.coefficients.last, optimizer.entered
-        told = *reducer.sums, coef, optimizer.own_steps, self._flags, self._absent, options.least_share
+        told = *reducer.sums, coef, optimizer.steps.of_each, self._flags, self._absent, options.least_share
         renew_levels(*told, self.levels, self.mean_sq, entered, self._woken, self._factors)
         optimizer.coefficients.forget()
         unit = Unit(coef, options.eps_inside_sqrt, self._factors, options.precondition)

@@ -157,7 +157,7 @@ class MarsitState(RoundOptimizer):
 
     def _counted(self) -> int:
         """Return how many rounds were not skipped, as far as this rank knows."""
-        skipped = [attempt for attempt, _ in self._unsettled if self.outcomes.seems_skipped(attempt)]
+        skipped = [attempt for attempt, _ in self._unsettled if self.steps.outcomes.seems_skipped(attempt)]
         return self.reducer.counted - len(skipped)
 
     # ---------------------------------------------------------------- checkpoints

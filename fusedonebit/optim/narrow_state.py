@@ -34,7 +34,7 @@ class NarrowState(AveragingOptimizer):
     @property
     def _drawn_moments(self) -> Tensor | None:
         """Return the updates done, with which moments are rounded; None: they are float32."""
-        return None if self.options.state == "fp32" else self.updates
+        return None if self.options.state == "fp32" else self.steps.updates
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *([] if self._octaves is None else [self._octaves])]

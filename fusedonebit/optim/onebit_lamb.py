@@ -295,11 +295,11 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             raise RuntimeError(
                 "the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made, or "
                 "DeepSpeed's numerics left all out because they were 1. Set freeze_step above "
-                f"{self.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
+                f"{self.steps.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
 
     def _freeze_coefficients(self) -> None:
-        if self.outcomes.updates > 0 and self._rewarms == 0:
+        if self.steps.outcomes.updates > 0 and self._rewarms == 0:
             self._warn_of_averages()
         self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]
         self._layers[Layer.RATIO] = 1.0
@@ -308,7 +308,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         if self.options.ratios:
             # The gradients' buffer becomes the fresh variance. That is the frozen one until the next
             # step, whose m_{t-1} is in full precision for the last time: keep it there.
-            self._fresh = self._full_size() if self._grad is None else self._grad[: self.layout.numel]
+            self._fresh = self._full_size() if self.averages.buffer is None else self.averages.values
             self._fresh.copy_(self.exp_avg)
             self._started.zero_()
 
@@ -345,7 +345,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _warn_of_averages(self) -> None:
         """Warn where c_avg differs much from the coefficients that the layers have moved with so far."""
-        live = (self._segments(self.live.numel.double(), "sum") > 0) & (self.own_steps > 0)
+        live = (self._segments(self.live.numel.double(), "sum") > 0) & (self.steps.of_each > 0)
         still = [
             self.parameters.called[i] for i in (live & (self._layers[Layer.AVERAGE] == 0)).nonzero().flatten().tolist()
         ]
@@ -356,7 +356,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             )
         moved = [
             (n, self.param_groups[g])
-            for n, g in zip(self.own_steps.tolist(), self.parameters.group_of, strict=True)
+            for n, g in zip(self.steps.of_each.tolist(), self.parameters.group_of, strict=True)
             if n
         ]
         reached, fewest = min(((1 - float(group["beta3"]) ** n, int(n)) for n, group in moved), default=(1.0, 0))
@@ -373,7 +373,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
 
     def _full_size(self) -> Tensor:
         """Return memory for the fresh variance, as large as that which the warm-up leaves."""
-        return self._make_grad()[: self.layout.numel]
+        return self.averages.room()[: self.layout.numel]
 
     def _momentum_scales(self) -> Tensor:
         """Return what makes every layer's momentum of the mean layer's size: float32 [tensors] (section 4.3).

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..core.options import CoefficientTable
+from ..core.steps import Steps
 from ..triton_kernels import FlatLayout, follow_level, tell_level
 from ..triton_kernels.levels import FOLLOWED, LEVELS
 from ..triton_kernels.nouns import Places
@@ -37,8 +38,7 @@ class Owner(Protocol):
     coefficients: CoefficientTable
     places: Places
     exp_avg_sq: Tensor
-    own_steps: Tensor
-    updates: Tensor
+    steps: Steps
 
 
 class OwnVariance:
@@ -74,7 +74,7 @@ class OwnVariance:
 
     def tell(self, optimizer: Owner, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
         """Return what this rank tells of its gradients, float32 [projections + tensors]."""
-        given = (grads, optimizer.places, exp_avg_sq, factor, optimizer.updates)
+        given = (grads, optimizer.places, exp_avg_sq, factor, optimizer.steps.updates)
         tell_level(*given, self._share, self._place, self._projections, self._sums)
         how: dict[str, Any] = {"unsafe": True, "initial": 0.0}
         told = torch.segment_reduce(self._projections[: self._told], "sum", lengths=self._lengths, **how)
@@ -91,7 +91,7 @@ class OwnVariance:
         transport.all_reduce(told)
         coef, absent = optimizer.coefficients.last, None if absent is None else absent.view(torch.uint8)
         of_ranks = (told, self._first, transport.world_size)
-        follow_level(*of_ranks, coef, optimizer.own_steps, flags, absent, self.levels, self.rho)
+        follow_level(*of_ranks, coef, optimizer.steps.of_each, flags, absent, self.levels, self.rho)
 
     def begin(self, steps: Tensor) -> None:
         """Go on from another optimizer's variance after ``steps`` float64 [tensors]: no gradient was told yet."""

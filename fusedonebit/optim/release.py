@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.arrivals import Arrivals, take_away
 from ..core.params import ParameterList
+from ..core.under_ddp import UnderDdp
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.tables import BlockTables, tables_of
 
@@ -52,7 +53,7 @@ class UpdatesEarly(Protocol):
     parameters: ParameterList
     layout: FlatLayout
     device: torch.device
-    ddp_attached: bool
+    under_ddp: UnderDdp
 
     def update_early(self, bucket: Bucket) -> None:
         """Update the parameters of a bucket by the gradients that they have now, and ``Release.use_up`` those."""
@@ -109,7 +110,7 @@ class Release(Arrivals):
         if optimizer is None or self._paused:
             return
         name = optimizer.parameters.called[i]
-        if optimizer.ddp_attached:
+        if optimizer.under_ddp.attached:
             raise RuntimeError(
                 "ddp.attach can't be used with Wire(release_gradients=True), which is for one rank alone: train the "
                 "model without DDP, or construct the optimizer without the option"

@@ -92,7 +92,7 @@ class RoundOptimizer(CompressingOptimizer):
         alone = self._local
         flags = super()._exchange(grads, coef, abort or self._held_error is not None)
         if self._absent is not None:
-            self.own_steps -= self._absent * alone
+            self.steps.of_each -= self._absent * alone
         return flags
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
@@ -111,13 +111,13 @@ class RoundOptimizer(CompressingOptimizer):
 
     def _end_round(self, this: Any) -> None:
         """Begin the next round; whether ``this`` one was skipped ``_settle_round`` is told later."""
-        self._unsettled.append((self.outcomes.attempts, this))
+        self._unsettled.append((self.steps.outcomes.attempts, this))
         self._local = self._tag = 0
 
     def _take_back_skipped(self) -> None:
         """Tell how rounds ended, as soon as all ranks know."""
-        while self._unsettled and (skipped := self.outcomes.was_skipped(self._unsettled[0][0])) is not None:
-            with self.whole("the end of a round"):
+        while self._unsettled and (skipped := self.steps.outcomes.was_skipped(self._unsettled[0][0])) is not None:
+            with self.steps.whole("the end of a round"):
                 self._settle_round(self._unsettled.pop(0)[1], skipped)
 
     def _settle_round(self, this: Any, skipped: bool) -> None:

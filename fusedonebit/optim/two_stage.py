@@ -52,11 +52,11 @@ class OneBitOptimizer(TwoStageState):
     def _drawn(self) -> Tensor | None:
         options = self.options
         rounds_squares = self.follows_squares and options.variance_dtype is not torch.float32
-        return self.updates if options.state != "fp32" or rounds_squares else None
+        return self.steps.updates if options.state != "fp32" or rounds_squares else None
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
-        looks = NOWHERE if self.living is None else Looks(self.updates, factor, self._tells)
+        looks = NOWHERE if self.living is None else Looks(self.steps.updates, factor, self._tells)
         return lambda part: part.compress(grads, coef, v, inside, looks)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class OneBitOptimizer(TwoStageState):
     @property
     def _tells(self) -> bool:
         """Tell whether ranks share squares in this step; a captured one would in each replay."""
-        return self.living is not None and self.living.due and not self._captures
+        return self.living is not None and self.living.due and not self.steps.captured
 
     def _captured(self) -> bool:
         captured = super()._captured()
@@ -85,7 +85,7 @@ class OneBitOptimizer(TwoStageState):
             self.living.settle(self)  # the next step may be a replay, and no graph does
             self.coefficient_table()
         if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
-            self._auto.observe(self.model.sum(self._exp_avg_sq_sums.sum()), self.updates)
+            self._auto.observe(self.model.sum(self._exp_avg_sq_sums.sum()), self.steps.updates)
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
@@ -101,10 +101,10 @@ class OneBitOptimizer(TwoStageState):
         """Freeze the variance, or warm up again after a veto, if it is time; the same on all ranks."""
         watched = self._auto if self._rewarms == 0 else None
         if self._phase == "compression":
-            if self.options.guard == "rewarm" and self.outcomes.veto_is_due():
+            if self.options.guard == "rewarm" and self.steps.outcomes.veto_is_due():
                 self._rewarm()
             elif self.living is not None:
-                self._changing = True
+                self.steps.changing = True
                 self.living.begin_step(self)
         elif watched is not None and watched.due():
             self._freeze()
@@ -115,22 +115,22 @@ class OneBitOptimizer(TwoStageState):
 
     def _has_updates(self, due: int) -> bool:
         """Return whether so many are done."""
-        if self.outcomes.updates >= due:
+        if self.steps.outcomes.updates >= due:
             self.catch_up()  # skips may still be under way from the device: then it is exact
-        return self.outcomes.updates >= due
+        return self.steps.outcomes.updates >= due
 
     @torch.no_grad()
     def _freeze(self) -> None:
         """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but by rounding."""
         self._check_what_freezes()
         keep = self.options.dead_coordinates == "keep"
-        self._changing = True
+        self.steps.changing = True
         with self._moments_in_float32():
             dead, last = self._change_moments(keep)
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
         self.reducer.begin()
         self._phase = "compression"
-        self._frozen_at = self.outcomes.updates
+        self._frozen_at = self.steps.outcomes.updates
         self.dead_coordinates = dead.count
         if dead.tensors and self.living is None:  # else they wait for their first gradient
             warn(warn_text(dead, self.parameters.called, keep))
@@ -143,7 +143,7 @@ class OneBitOptimizer(TwoStageState):
 
     def _check_what_freezes(self) -> None:
         """Raise RuntimeError, before anything is changed, if the warm-up has left nothing that could be frozen."""
-        if self.outcomes.updates == 0 and not self._is_corrected:
+        if self.steps.outcomes.updates == 0 and not self._is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
                 "with the state of an earlier run before the first step, or set freeze_step >= 1"
@@ -158,7 +158,7 @@ class OneBitOptimizer(TwoStageState):
         options = self.options
         dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.shards)
         self._before_compression()
-        self._grad = self._cut = None
+        self.averages.drop()
         self._warming = False
         self.coefficients.freeze_variance(self._taken)
         if self.living is not None:
@@ -187,14 +187,13 @@ class OneBitOptimizer(TwoStageState):
         They may hold a gradient that v has never seen, which was refused: what goes beyond a step of Adam's is dropped.
         """
         self.catch_up()
-        self._changing = True
+        self.steps.changing = True
         if self.living is not None:
             self.living.settle(self)
-        self.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
+        self.steps.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
         layout, options, reduce = self.layout, self.options, self.reducer
         coef = self.coefficient_table()
-        self._grad = self._make_grad()
-        backlog = self._grad[: layout.numel]
+        backlog = self.averages.make()[: layout.numel]
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][self.places.block_tensor, None])
@@ -206,10 +205,10 @@ class OneBitOptimizer(TwoStageState):
         reduce.scale.zero_()
         self._entered.fill_(math.inf)  # v is corrected
         if self.living is not None:
-            self._entered.masked_fill_(self.own_steps == 0, 0.0)  # but for what has none yet
+            self._entered.masked_fill_(self.steps.of_each == 0, 0.0)  # but for what has none yet
         self._warming, self.coefficients.variance_betas = True, None
         self._phase = "warmup"
-        self._freeze_due = self.outcomes.updates + options.rewarm_steps
+        self._freeze_due = self.steps.outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
         self._rewarms += 1
         self._exclude([])

@@ -70,8 +70,8 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         "freeze_step": Field(or_none(COUNT), False, at="_frozen_at"),
         "freeze_due": Field(or_none(COUNT), False),
         "rewarms": Field(COUNT, False, at="_rewarms"),
-        "vetoed": Field(COUNT, False, at="outcomes.vetoed"),
-        "veto_at": Field(or_none(COUNT), False, at="outcomes.veto_at"),
+        "vetoed": Field(COUNT, False, at="steps.outcomes.vetoed"),
+        "veto_at": Field(or_none(COUNT), False, at="steps.outcomes.veto_at"),
         "guard": Field(or_none(list_of(STEPS, 2)), False),
         "dead_tensors": Field(list_of(COUNT), one_per="index", at="dead_tensors"),
         "dead_coordinates": Field(COUNT, at="dead_coordinates"),
@@ -105,7 +105,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         self.follows_squares = options.lives
         self.living = LivingVariance(self) if options.lives else None
         self.reducer = make_reducer(self, vars(self).get("reducer"))
-        self._entered = torch.zeros_like(self.own_steps)  # updates of v; infinite where it is corrected
+        self._entered = torch.zeros_like(self.steps.of_each)  # updates of v; infinite where it is corrected
         self._warming = True  # v follows the gradients
         self._unit: Tensor | None = None
         beta2 = max(float(group["betas"][1]) for group in self.param_groups)
@@ -146,7 +146,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
             )
         super().add_param_group(param_group)
         if self._built:
-            self._entered.copy_(self.own_steps)
+            self._entered.copy_(self.steps.of_each)
 
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
@@ -173,7 +173,9 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
         waiting = None if self._phase == "warmup" or self.options.precondition else self.living
         mean_sq = None if waiting is None else waiting.mean_sq
-        return self.coefficients(self._taken, Made(self.own_steps, self._entered, self._warming, self._unit, mean_sq))
+        return self.coefficients(
+            self._taken, Made(self.steps.of_each, self._entered, self._warming, self._unit, mean_sq)
+        )
 
     # ---------------------------------------------------------------- what the guard is told
 
@@ -214,7 +216,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
     def settle(self) -> None:
         if self.compressed:
             if self.living is not None:
-                with self.whole("a renewal of the variance"):
+                with self.steps.whole("a renewal of the variance"):
                     self.living.settle(self)
             super().settle()
 
@@ -267,11 +269,11 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         super().resume(header)
         if self._auto is not None and header.get("auto") is not None:
             self._auto.load_state_dict(header["auto"])
-        entered = self.own_steps
+        entered = self.steps.of_each
         if "variance_step" in header:
-            entered = each(header["variance_step"], self.own_steps)
+            entered = each(header["variance_step"], self.steps.of_each)
             # One number for all tensors may be more than some have had.
-            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.own_steps))
+            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.steps.of_each))
         self._entered.copy_(entered)
         if self._rewarms:
             self._freeze_due = header["freeze_due"]
@@ -316,7 +318,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         told = super().stats() | {
             "freeze_step": self._frozen_at,
             "rewarms": self._rewarms,
-            "vetoed_steps": self.outcomes.vetoed,
+            "vetoed_steps": self.steps.outcomes.vetoed,
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
             "residual_over_momentum": self.reducer.residual_ratio() if self.compressed else 0.0,

@@ -118,7 +118,7 @@ class ZeroOneAdam(ZeroOneState):
     @property
     def averages_gradients(self) -> bool:
         """Tell whether the coming step averages gradients in full precision; else DDP must leave them alone."""
-        if self._begun:
+        if self.steps.begun:
             return self._phase == "uncompressed"
         if self._local:
             return False
@@ -131,7 +131,7 @@ class ZeroOneAdam(ZeroOneState):
         if self._local == 0:
             if not self._plan:
                 self._plan_from(self._done)
-            self._changing = True
+            self.steps.changing = True
             self._round = self._plan.pop(0)
             self._tag = self._round.steps
         last = self._local == self._round.steps - 1
@@ -164,9 +164,9 @@ class ZeroOneAdam(ZeroOneState):
     def coefficient_table(self) -> Tensor:
         # A renewal is AdamW's step, whose correction follows betas[1]; else it stays that of the last renewal.
         if self.own is not None:  # each step is a worker's own, and its v's bias that of so many
-            return self.coefficients(self._taken, Made(self.own_steps, rho=self.own.rho))
+            return self.coefficients(self._taken, Made(self.steps.of_each, rho=self.own.rho))
         renews = self._phase == "uncompressed"
-        made = Made(self.own_steps, self._entered, renews=True) if renews else self._of_bits
+        made = Made(self.steps.of_each, self._entered, renews=True) if renews else self._of_bits
         return self.coefficients(self._taken, made)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
@@ -328,7 +328,7 @@ class ZeroOneAdam(ZeroOneState):
         if agreed.hold is not None and agreed.ranks is not None:
             if alone:  # that worker keeps to itself what it has found, or scales part
                 self._lost += agreed.ranks
-                self.overflowed.zero_()
+                self.scaling.overflowed.zero_()
             else:
                 self._lost.zero_()
         return agreed

@@ -151,8 +151,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         super().build()
         layout, options, device = self.layout, self.options, self.device
         # Serves as the parameters that all had when the round began, too: no round needs both.
-        self._grad = self._make_grad()
-        self._anchor = self._grad[: layout.numel + TAIL]
+        self._anchor = self.averages.make()[: layout.numel + TAIL]
         self._exp_avg_sq_sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         scale: dict[str, Any] = {"scale_norm": options.scale_norm, "scale_scope": options.scale_scope}
         scale |= {"serve_alone": options.serve_alone, "live": self.live}
@@ -161,7 +160,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._round, self._plan = Round(renews=True, steps=1), list[Round]()
         self._confirmed = Progress(0, 0, 0, 0)  # what was done in rounds of which all ranks know how they ended
         self._as_floats = True
-        self._entered = torch.zeros_like(self.own_steps)  # updates of v
+        self._entered = torch.zeros_like(self.steps.of_each)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
         self._summed_alike: int | None = 1  # that of all tensors, where the host knows it
@@ -193,7 +192,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         done, momenta = self._progress(), {p: self.momentum(p) for p in self.parameters.owners}
         super().add_param_group(param_group)
         self._confirmed = done
-        self._entered = self.own_steps.clone()
+        self._entered = self.steps.of_each.clone()
         for p, m in momenta.items():
             i = self._index(p)
             self.parameters.shaped(self.exp_avg, i, self.layout.offset(i)).copy_(m)
@@ -217,7 +216,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         """Return what was done, without the rounds that were skipped, as far as this rank knows."""
         done = self._confirmed
         for attempt, this in self._unsettled:
-            skipped = self.outcomes.seems_skipped(attempt)
+            skipped = self.steps.outcomes.seems_skipped(attempt)
             done = done.without(this) if skipped else done.after(this, this.steps)
         return done._replace(steps=done.steps + self._local)
 
@@ -252,7 +251,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
 
         What has no variance yet does not move.
         """
-        return Made(self.own_steps, self._entered, renews=False, mean_sq=self._mean_sq)
+        return Made(self.steps.of_each, self._entered, renews=False, mean_sq=self._mean_sq)
 
     def _sum_variance(self) -> None:
         """Sum v up as renewals do while they go."""
@@ -285,7 +284,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             return
         layout, options = self.layout, self.options
         if renews:
-            coef = self.coefficients.fresh(self._taken, Made(self.own_steps, self._entered, renews=False))
+            coef = self.coefficients.fresh(self._taken, Made(self.steps.of_each, self._entered, renews=False))
         v, inside = self.exp_avg_sq if options.precondition else None, self._eps_inside_sqrt and not renews
         self._rebuild(self._summed, self._awaited, v, inside, coef, self.exp_avg)
         if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
@@ -362,11 +361,11 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
 
     def resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
-            self._entered = self.own_steps.clone()
+            self._entered = self.steps.of_each.clone()
             if self.own is None:
                 self.coefficients.freeze_variance(self._taken)
             else:
-                self.own.begin(self.own_steps)
+                self.own.begin(self.steps.of_each)
             if header["updates"]:  # else there is no variance yet
                 self._confirmed = progress_after(*self._policies, header["updates"])
             return
@@ -374,7 +373,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
         self._confirmed = done._replace(steps=done.steps - self._local)
         self._round = Round(*header["round"])
-        self._entered = torch.minimum(each(header["entered"], self._entered), self.own_steps)
+        self._entered = torch.minimum(each(header["entered"], self._entered), self.steps.of_each)
         self._summed, self._summed_alike = each(header["summed"], self._summed), None
         self._pending.fill_(header["pending"])
 

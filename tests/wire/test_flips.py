@@ -211,7 +211,7 @@ def in_common(optimizer: Any) -> dict[str, Tensor]:
     kept = [spec for spec in optimizer.kept if spec.applies(optimizer, optimizer.compressed) and not spec.of_rank]
     told = {spec.name: spec.tensor(optimizer) for spec in kept if spec.name != "anchor"}
     told |= {f"parameter {i}": p for i, p in enumerate(optimizer.parameters.dense)}
-    told |= {"updates": optimizer.updates, "own_steps": optimizer.own_steps}
+    told |= {"updates": optimizer.steps.updates, "own_steps": optimizer.steps.of_each}
     return {name: tensor.detach().clone() for name, tensor in told.items()}
 
 
@@ -246,7 +246,7 @@ def train(case: Case, group: SimulatedGroup, rank: int, flip: Flip | None) -> En
             optimizer.step()
         except TOLD as error:
             raised.append(f"{type(error).__name__}: {error}")
-            if optimizer.broken or isinstance(error, CollectiveError):
+            if optimizer.steps.broken or isinstance(error, CollectiveError):
                 break
         optimizer.zero_grad()
     return Ended(raised, in_common(optimizer), heard.kinds[: heard.before])

@@ -28,12 +28,12 @@ class FrozenVariance(AveragingOptimizer):
 
     def coefficient_table(self) -> Tensor:
         """See ``DistributedOptimizer``."""
-        if self.freeze_step is None or self.outcomes.updates < self.freeze_step:
+        if self.freeze_step is None or self.steps.outcomes.updates < self.freeze_step:
             return super().coefficient_table()
-        if self.outcomes.updates == self.freeze_step:
+        if self.steps.outcomes.updates == self.freeze_step:
             self._freeze()
-        frozen_at = torch.full_like(self.own_steps, self.freeze_step)
-        coef = self.coefficients(self.param_groups, Made(self.own_steps, frozen_at, renews=False))
+        frozen_at = torch.full_like(self.steps.of_each, self.freeze_step)
+        coef = self.coefficients(self.param_groups, Made(self.steps.of_each, frozen_at, renews=False))
         coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1.0, 0.0
         return coef
 

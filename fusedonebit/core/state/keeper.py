@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm import (
-    CollectiveError,
     Flag,
     ModelGroup,
     ShardGroup,
@@ -29,13 +28,12 @@ from ...triton_kernels.tables import tables_of
 from ..arguments import check_keys
 from ..consensus import check_corrections, check_device, check_masks, check_rounding, failure
 from ..given import first_device, first_mesh, materialise, materialise_group
-from ..interrupts import SignalsWait, Whole
+from ..interrupts import SignalsWait
 from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
-from ..outcome import Outcomes
 from ..params import ParameterList
 from ..settings import NUMERICS, WIRE, Options, Params, Ranks
 from ..sharding import check_groups, group_of, levels, local, model_ranks, replicas
-from ..step_count import StepCount
+from ..steps import Steps
 from .header import KEY, Fields
 from .rank_local import Rows
 from .spec import Specs, StateSpec
@@ -190,7 +188,9 @@ class Keeper(torch.optim.Optimizer):
     def set_up(self, block_size: int | None = None) -> None:
         """Make all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
         self.published: set[str] = set()  # names of entries of ``state`` that are ours
-        self.step_count = StepCount(self.parameters.owners, self.device if self.options.capturable else None)
+        alone, options = self.transport.world_size == self.shards.count == 1, self.options
+        how = self.device, alone, options.nonfinite, options.capturable
+        self.steps = Steps(type(self).__name__, self.parameters.owners, *how)
         self.rows = Rows(self.transport, self.shards, self.device)
         _ = self.rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self.given_block_size = block_size
@@ -207,19 +207,12 @@ class Keeper(torch.optim.Optimizer):
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self.put_live(self.active_mask())
         self.allocate()
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        # Of each tensor, those in which some rank had a gradient of it. Floats, as torch's are; exact up to 2^53.
-        self.own_steps = torch.zeros(len(plist), dtype=torch.float64, device=device)
+        self.steps.begin_anew(len(plist))
         self._taken: list[dict[str, Any]] = []
         self.put_lr_on_the_device()
         self.coefficients = self._make_table()
         self.take_hyper_parameters()
         self._phase = next(iter(self.phases))
-        self.outcomes = Outcomes(device, self.options.nonfinite)
-        self.outcomes.on_replays = self.step_count.replayed
-        if self.options.capturable:
-            self.outcomes.count_replays(device)
-        self.broken = ""
         self.publish_state()
 
     def _make_table(self, **options: Any) -> CoefficientTable:
@@ -282,7 +275,7 @@ class Keeper(torch.optim.Optimizer):
                 parts["master"] = self.parameters.dense[i]
             views = {name: self.parameters.published(part, i) for name, part in parts.items()}
             others = {name: value for name, value in self.state.get(p, {}).items() if name not in before}
-            self.state[p] = {**others, "step": self.own_steps[i], **views}
+            self.state[p] = {**others, "step": self.steps.of_each[i], **views}
 
     # ---------------------------------------------------------------- agreement
 
@@ -400,7 +393,7 @@ class Keeper(torch.optim.Optimizer):
                 "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
                 "construct a new optimizer"
             )
-        self.refuse_if_broken()
+        self.steps.refuse_if_broken()
         self.catch_up()
         with SignalsWait():
             self._add_to_built(param_group)
@@ -416,16 +409,16 @@ class Keeper(torch.optim.Optimizer):
         tables = {id(p): [spec.tensor(self)[..., i] for spec in specs] for i, p in enumerate(self.parameters.owners)}
         masters = {id(self.parameters.owners[i]): self.parameters.master(i) for i in self.parameters.corrected}
         before = self.parameters, self.replicas, list(self.param_groups)
-        outcomes, updates = self.outcomes, self.updates
+        outcomes, updates = self.steps.outcomes, self.steps.updates
         try:
             self._agree_on_everything(failure(lambda: self._take_group(param_group)))
         except BaseException:
             self.parameters, self.replicas, self.param_groups = before
             raise
-        with self.whole("add_param_group()"):
+        with self.steps.whole("add_param_group()"):
             self.given_block_size = None  # a checkpoint's was for the old groups; who has loaded none chooses anew
             self.build()
-            self.outcomes, self.updates = outcomes, updates
+            self.steps.outcomes, self.steps.updates = outcomes, updates
             for i, p in enumerate(self.parameters.owners):
                 for spec, column in zip(specs, tables.get(id(p), ()), strict=False):
                     spec.tensor(self)[..., i] = column
@@ -525,32 +518,11 @@ class Keeper(torch.optim.Optimizer):
 
     def catch_up(self) -> None:
         """Wait until the host knows how all steps so far have ended; raises as ``step`` does."""
-        self.outcomes.catch_up(self._describe)
+        self.steps.catch_up(self._describe)
 
     def _describe(self, flag: Flag) -> str:
         """Return details of why a step was skipped."""
         raise NotImplementedError
-
-    def whole(self, what: str) -> Whole:
-        """Let signals wait while ``what`` is done; close after any exception."""
-        return Whole(lambda error: self.close(what, error))
-
-    def close(self, what: str, error: BaseException) -> None:
-        """Refuse to go on: ``error`` has interrupted ``what``, of which half may be done."""
-        if self.broken:
-            return
-        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self.broken = (
-            f"after {self.outcomes.updates} updates {what} was interrupted ({cause}), half of which may be done. "
-            "Load a checkpoint, on all ranks"
-        )
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"{type(self).__name__} can't go on: {self.broken}")
-
-    def refuse_if_broken(self) -> None:
-        """Raise CollectiveError if half of something may be done."""
-        if self.broken:
-            raise CollectiveError(f"this optimizer can't go on: {self.broken}")
 
     def settle(self) -> None:
         """Bring what is kept into the form in which it is saved."""

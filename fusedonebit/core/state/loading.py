@@ -45,7 +45,7 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
         error = caught
     keeper.agree_on(facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
     try:
-        with keeper.whole("load_state_dict()"):
+        with keeper.steps.whole("load_state_dict()"):
             _take_up(keeper, state_dict, header, states)
     except Exception as caught:
         error = caught
@@ -329,14 +329,14 @@ def _restore(keeper: Keeper, state_dict: Mapping[str, Any], header: State, state
 
 
 def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    keeper.outcomes.resume(header["updates"], header["skipped"])
-    keeper.step_count.resume(header.get("steps", header["updates"] + header["skipped"]))
+    keeper.steps.outcomes.resume(header["updates"], header["skipped"])
+    keeper.steps.count.resume(header.get("steps", header["updates"] + header["skipped"]))
     keeper.just_loaded = True
-    keeper.updates.fill_(header["updates"])
+    keeper.steps.updates.fill_(header["updates"])
     # Before each parameter had counts of its own, a group that was added later shared the others', less this.
     added = [saved_groups[group].get("added_at", 0) for group in keeper.parameters.group_of]
     steps = [_steps(state) - before for state, before in zip(states, added, strict=True)]
-    keeper.own_steps.copy_(torch.tensor(steps, dtype=torch.float64))
+    keeper.steps.of_each.copy_(torch.tensor(steps, dtype=torch.float64))
     if any(added):
         shared = header.keys() & {key for key, field in keeper.header_fields.items() if field.one_per == "updates"}
         header = {**header, **{key: [header[key] - before for before in added] for key in shared}}

@@ -52,7 +52,7 @@ def call_hooks(optimizer: Optimizer, kind: str, *state_dict: Any) -> Any:
 
 def save(keeper: Keeper) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
-    keeper.refuse_if_broken()
+    keeper.steps.refuse_if_broken()
     keeper.catch_up()
     keeper.settle()
     packed = _packed(keeper)
@@ -166,9 +166,9 @@ def _header(keeper: Keeper) -> dict[str, Any]:
         "trained": list(keeper.parameters.index_of),
         "phase": keeper.phase,
         "lines": keeper.compressed and bool(keeper.parameters.owners),
-        "updates": keeper.outcomes.updates,
-        "steps": keeper.step_count.total,
-        "skipped": keeper.outcomes.skipped,
+        "updates": keeper.steps.outcomes.updates,
+        "steps": keeper.steps.count.total,
+        "skipped": keeper.steps.outcomes.skipped,
         "rank": int(keeper.rows.rank()),
         "shards": keeper.shards.count,
         "block_size": keeper.layout.block_size,
