@@ -64,7 +64,7 @@ def refusing(optimizer: OneBitOptimizer, every: int) -> OneBitOptimizer:
 
     def after_step(optimizer: Any, *_: Any) -> None:
         optimizer._guard._times = math.inf
-        if optimizer.phase == "compression" and optimizer.steps.outcomes.updates >= optimizer._frozen_at + every:
+        if optimizer.phase == "compression" and optimizer.steps.outcomes.updates >= optimizer.warm_up.ended_at + every:
             optimizer.steps.outcomes.veto_at = 0
 
     optimizer._guard._times = math.inf

@@ -32,6 +32,7 @@ from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_l
 from ..triton_kernels.nouns import Places
 from ..triton_kernels.renewal import FACTORS, FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
 from .onebit_options import OneBitOptions, warmup_steps
+from .warm_up import WarmUp
 
 LONGEST = 50
 """Steps between two renewals at most."""
@@ -74,10 +75,7 @@ class Owner(Protocol):
     live: LiveTable
     exp_avg_sq: Tensor
     steps: Steps
-
-    @property
-    def entered(self) -> Tensor:
-        """Return how many updates have entered each tensor's v, infinite where it is corrected: float64 [tensors]."""
+    warm_up: WarmUp
 
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
@@ -212,8 +210,7 @@ class LivingVariance:
         self.levels[FOLLOWED] = optimizer.steps.of_each
         self.mean_sq.copy_(self.levels[MEAN])
         v.view(layout.n_blocks, -1).mul_(root.float()[optimizer.places.block_tensor, None])
-        optimizer.entered.fill_(torch.inf)
-        optimizer.entered.masked_fill_((mean == 0) & (optimizer.steps.of_each == 0), 0.0)  # Adam corrects what is late
+        optimizer.warm_up.correct((mean == 0) & (optimizer.steps.of_each == 0))  # Adam corrects what is late
         self.steps = self.age = self.since = 0
         self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
         self.due = self._told = self._renewed = False
@@ -236,7 +233,7 @@ class LivingVariance:
             return
         self._told, self._renewed = False, True
         options, reducer = optimizer.options, optimizer.reducer
-        coef, entered = optimizer.coefficients.last, optimizer.entered
+        coef, entered = optimizer.coefficients.last, optimizer.warm_up.entered
         told = *reducer.sums, coef, optimizer.steps.of_each, self._flags, self._absent, options.least_share
         renew_levels(*told, self.levels, self.mean_sq, entered, self._woken, self._factors)
         optimizer.coefficients.forget()

@@ -299,7 +299,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             )
 
     def _freeze_coefficients(self) -> None:
-        if self.steps.outcomes.updates > 0 and self._rewarms == 0:
+        if self.steps.outcomes.updates > 0 and self.warm_up.again == 0:
             self._warn_of_averages()
         self._layers[Layer.COEFFICIENT] = self._layers[Layer.AVERAGE]
         self._layers[Layer.RATIO] = 1.0
@@ -360,7 +360,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
             if n
         ]
         reached, fewest = min(((1 - float(group["beta3"]) ** n, int(n)) for n, group in moved), default=(1.0, 0))
-        if reached < SETTLED and not self._is_corrected:  # a warm start does not begin with 0
+        if reached < SETTLED and not self.warm_up.is_corrected:  # a warm start does not begin with 0
             warn(
                 f"after so few updates ({fewest}) the average coefficient has reached {reached:.0%} of the "
                 "coefficients (it starts at 0, as in the paper), and so has the learning rate from now on; "

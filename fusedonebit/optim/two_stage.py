@@ -7,7 +7,6 @@ update from synchronised momentum bits). ``adam.OneBitAdam`` is one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -84,8 +83,9 @@ class OneBitOptimizer(TwoStageState):
         if self.living is not None and self._tells and self.options.capturable:
             self.living.settle(self)  # the next step may be a replay, and no graph does
             self.coefficient_table()
-        if self._phase == "warmup" and self._auto is not None and self._exp_avg_sq_sums is not None:
-            self._auto.observe(self.model.sum(self._exp_avg_sq_sums.sum()), self.steps.updates)
+        watch = self.warm_up.watch
+        if self._phase == "warmup" and watch is not None and self._exp_avg_sq_sums is not None:
+            watch.observe(self.model.sum(self._exp_avg_sq_sums.sum()), self.steps.updates)
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
@@ -99,7 +99,7 @@ class OneBitOptimizer(TwoStageState):
 
     def _enter_phase(self) -> None:
         """Freeze the variance, or warm up again after a veto, if it is time; the same on all ranks."""
-        watched = self._auto if self._rewarms == 0 else None
+        watched = self.warm_up.watch if self.warm_up.again == 0 else None
         if self._phase == "compression":
             if self.options.guard == "rewarm" and self.steps.outcomes.veto_is_due():
                 self._rewarm()
@@ -108,9 +108,9 @@ class OneBitOptimizer(TwoStageState):
                 self.living.begin_step(self)
         elif watched is not None and watched.due():
             self._freeze()
-        elif self._has_updates(self._freeze_due):
+        elif self._has_updates(self.warm_up.due):
             if watched is not None:
-                warn(UNSETTLED.format(self._freeze_due))
+                warn(UNSETTLED.format(self.warm_up.due))
             self._freeze()
 
     def _has_updates(self, due: int) -> bool:
@@ -130,8 +130,8 @@ class OneBitOptimizer(TwoStageState):
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
         self.reducer.begin()
         self._phase = "compression"
-        self._frozen_at = self.steps.outcomes.updates
-        self.dead_coordinates = dead.count
+        self.warm_up.ended_at = self.steps.outcomes.updates
+        self.warm_up.dead_coordinates = dead.count
         if dead.tensors and self.living is None:  # else they wait for their first gradient
             warn(warn_text(dead, self.parameters.called, keep))
             if not keep:
@@ -143,7 +143,7 @@ class OneBitOptimizer(TwoStageState):
 
     def _check_what_freezes(self) -> None:
         """Raise RuntimeError, before anything is changed, if the warm-up has left nothing that could be frozen."""
-        if self.steps.outcomes.updates == 0 and not self._is_corrected:
+        if self.steps.outcomes.updates == 0 and not self.warm_up.is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
                 "with the state of an earlier run before the first step, or set freeze_step >= 1"
@@ -159,7 +159,7 @@ class OneBitOptimizer(TwoStageState):
         dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.shards)
         self._before_compression()
         self.averages.drop()
-        self._warming = False
+        self.warm_up.follows = False
         self.coefficients.freeze_variance(self._taken)
         if self.living is not None:
             self.living.begin(self, dead.mean)
@@ -203,14 +203,11 @@ class OneBitOptimizer(TwoStageState):
             m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
             rewarm(self.places, m, v, inside, precondition, coef)
         reduce.scale.zero_()
-        self._entered.fill_(math.inf)  # v is corrected
-        if self.living is not None:
-            self._entered.masked_fill_(self.steps.of_each == 0, 0.0)  # but for what has none yet
-        self._warming, self.coefficients.variance_betas = True, None
+        self.warm_up.correct(None if self.living is None else self.steps.of_each == 0)  # but for what has none yet
+        self.warm_up.begin_again(self.steps.outcomes.updates)
+        self.coefficients.variance_betas = None
         self._phase = "warmup"
-        self._freeze_due = self.steps.outcomes.updates + options.rewarm_steps
         self._exp_avg_sq_sums = None
-        self._rewarms += 1
         self._exclude([])
         self.publish_state()
 

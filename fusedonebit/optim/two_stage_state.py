@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -22,22 +21,20 @@ from ..core.state.header import (
     STEPS_OF_EACH,
     TABLE,
     Field,
-    check_each,
     damaged,
-    each,
     list_of,
-    one_or_each,
     or_none,
 )
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, update_sums
 from ..triton_kernels.renewal import LEVELS
 from .averaging import DTYPE, AveragingOptimizer
-from .freezing import AutoFreeze, denominator
+from .freezing import denominator
 from .guard import LEAST_SQUARE, DivergenceGuard
 from .living import LEAST_COUNTS, LivingVariance
 from .onebit_options import OneBitOptions, Variance
 from .warm_start import warm_start
+from .warm_up import WarmUp
 
 _BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
 """What settled options were before checkpoints said so; of others False."""
@@ -67,14 +64,14 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         "settled": Field(TABLE),
         "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
         "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "coefficients.variance_betas"),
-        "freeze_step": Field(or_none(COUNT), False, at="_frozen_at"),
+        "freeze_step": Field(or_none(COUNT), False, at="warm_up.ended_at"),
         "freeze_due": Field(or_none(COUNT), False),
-        "rewarms": Field(COUNT, False, at="_rewarms"),
+        "rewarms": Field(COUNT, False, at="warm_up.again"),
         "vetoed": Field(COUNT, False, at="steps.outcomes.vetoed"),
         "veto_at": Field(or_none(COUNT), False, at="steps.outcomes.veto_at"),
         "guard": Field(or_none(list_of(STEPS, 2)), False),
-        "dead_tensors": Field(list_of(COUNT), one_per="index", at="dead_tensors"),
-        "dead_coordinates": Field(COUNT, at="dead_coordinates"),
+        "dead_tensors": Field(list_of(COUNT), one_per="index", at="warm_up.dead_tensors"),
+        "dead_coordinates": Field(COUNT, at="warm_up.dead_coordinates"),
         "auto": Field(or_none(TABLE), False),
         "renewals": Field(or_none(list_of(COUNT)), False),
     }
@@ -105,19 +102,11 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         self.follows_squares = options.lives
         self.living = LivingVariance(self) if options.lives else None
         self.reducer = make_reducer(self, vars(self).get("reducer"))
-        self._entered = torch.zeros_like(self.steps.of_each)  # updates of v; infinite where it is corrected
-        self._warming = True  # v follows the gradients
         self._unit: Tensor | None = None
         beta2 = max(float(group["betas"][1]) for group in self.param_groups)
-        self._freeze_due = options.latest_freeze(beta2)
-        self._frozen_at: int | None = None
+        self.warm_up = WarmUp(options, beta2, self.steps.of_each)
         self._guard = DivergenceGuard(device, not options.precondition and options.scale_scope != "block")
-        self._rewarms = 0
-        self.dead_tensors: list[int] = []
-        self.dead_coordinates = 0
-        self._auto: AutoFreeze | None = None
         if options.watches:
-            self._auto = AutoFreeze(beta2, options.lr_warmup_steps, device)
             self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
 
     def check_levels(self) -> None:
@@ -139,43 +128,33 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group before any freeze, and not after a warm start or a re-warm-up; every rank must call it."""
         # New parameters' variance would have to be corrected as well.
-        if self._built and self._phase == "warmup" and self._is_corrected:
+        if self._built and self._phase == "warmup" and self.warm_up.is_corrected:
             raise RuntimeError(
                 "add_param_group must be called before the first freeze, and not after a warm start: the new "
                 "parameters would have no variance; construct a new optimizer"
             )
         super().add_param_group(param_group)
         if self._built:
-            self._entered.copy_(self.steps.of_each)
+            self.warm_up.entered.copy_(self.steps.of_each)
 
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
         self.exp_avg_sq.mul_(self.live.mask())
-        self._entered.fill_(math.inf)
-
-    @property
-    def _is_corrected(self) -> bool:
-        """Tell whether the variance is corrected for its start at 0, as after a warm start or a re-warm-up."""
-        return bool(self._entered.isinf().any())
+        self.warm_up.correct()
 
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leave tensors out of everything from now on."""
-        self.dead_tensors = list(tensors)
+        self.warm_up.dead_tensors = list(tensors)
         self.put_live(self.active_mask(excluded=tensors))
         self.reducer.set_live(self.live)
 
-    @property
-    def entered(self) -> Tensor:
-        """Return how many updates have entered each tensor's v, infinite where it is corrected: float64 [tensors]."""
-        return self._entered
-
     def coefficient_table(self) -> Tensor:
-        self.coefficients.memory = float(self.options.rewarm_steps) if self._warming and self._rewarms else None
+        warm_up = self.warm_up
+        self.coefficients.memory = warm_up.memory
         waiting = None if self._phase == "warmup" or self.options.precondition else self.living
         mean_sq = None if waiting is None else waiting.mean_sq
-        return self.coefficients(
-            self._taken, Made(self.steps.of_each, self._entered, self._warming, self._unit, mean_sq)
-        )
+        made = Made(self.steps.of_each, warm_up.entered, warm_up.follows, self._unit, mean_sq)
+        return self.coefficients(self._taken, made)
 
     # ---------------------------------------------------------------- what the guard is told
 
@@ -222,7 +201,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
 
     def _held(self) -> list[Tensor]:
         living = [] if self.living is None else self.living.state()
-        return [*super()._held(), self._entered, *self._guard.state(), *living]
+        return [*super()._held(), self.warm_up.entered, *self._guard.state(), *living]
 
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
@@ -234,10 +213,8 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
     def plain_state(self) -> dict[str, Any]:
         return super().plain_state() | {
             "settled": self._settled(),
-            "variance_step": one_or_each(self._entered),
-            "freeze_due": self._freeze_due,
+            **self.warm_up.plain_state(),
             "guard": None if self.options.guard == "off" else (float(self._guard.reference), float(self._guard.limit)),
-            "auto": None if self._auto is None else self._auto.state_dict(),
             "renewals": None if self.living is None else self.living.state_dict(),
         }
 
@@ -255,36 +232,19 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
             if self.living is not None and len(header.get("renewals") or ()) < LEAST_COUNTS:
                 damaged("renewals", f"have {LEAST_COUNTS} counts or more", repr(header.get("renewals")))
         super().check_plain_state(header)
-        if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
-            raise ValueError(
-                f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
-                f"got {header.get('freeze_due')!r}; load another checkpoint"
-            )
-        if header.get("auto") is not None:
-            check_each(header["auto"], AutoFreeze.fields, "auto.")
-            if self._auto is not None:
-                self._auto.check(header["auto"])
+        self.warm_up.check(header)
 
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
-        if self._auto is not None and header.get("auto") is not None:
-            self._auto.load_state_dict(header["auto"])
-        entered = self.steps.of_each
-        if "variance_step" in header:
-            entered = each(header["variance_step"], self.steps.of_each)
-            # One number for all tensors may be more than some have had.
-            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, self.steps.of_each))
-        self._entered.copy_(entered)
-        if self._rewarms:
-            self._freeze_due = header["freeze_due"]
+        self.warm_up.resume(header, self.steps.of_each)
         if header["phase"] != "compression":
             return
         self._phase = "compression"
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
-        self._warming = False
+        self.warm_up.follows = False
         if self.coefficients.variance_betas is None:  # written before it was kept
             self.coefficients.freeze_variance(self._taken)
-        self._exclude(self.dead_tensors)
+        self._exclude(self.warm_up.dead_tensors)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self.living is not None and header.get("renewals") is not None:
@@ -316,8 +276,8 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         """
         compensated, worker_error, server_error = self.reducer.norms()
         told = super().stats() | {
-            "freeze_step": self._frozen_at,
-            "rewarms": self._rewarms,
+            "freeze_step": self.warm_up.ended_at,
+            "rewarms": self.warm_up.again,
             "vetoed_steps": self.steps.outcomes.vetoed,
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
@@ -327,13 +287,13 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
             "server_error_norm": server_error,
             "dead_tensors": [self.parameters.called[i] for i in self._dead_now()],
             "renewals": 0 if self.living is None else self.living.renewals,
-            "dead_coordinates": self.dead_coordinates,
+            "dead_coordinates": self.warm_up.dead_coordinates,
         }
         return told | {"layers": self._layer_stats()} if layers else told
 
     def _dead_now(self) -> list[int]:
         living = self.living if self.compressed else None
-        return self.dead_tensors if living is None else living.waiting()
+        return self.warm_up.dead_tensors if living is None else living.waiting()
 
     def _layer_stats(self) -> dict[str, list[Any]]:
         # 0 in the warm-up and where a step was skipped. From the sums over blocks that the last step has made anyway:
@@ -377,7 +337,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         scale = f"scale: {options.scale_norm}, {options.scale_scope}"
         scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
         half = ["frozen_dtype: bfloat16"] if options.variance_dtype is torch.bfloat16 else []
-        warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self._freeze_due!r}"
+        warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self.warm_up.due!r}"
         if options.lives:
-            warmup = f"variance: {options.variance}, after {self._freeze_due} updates"
+            warmup = f"variance: {options.variance}, after {self.warm_up.due} updates"
         return [warmup, scale, *half]

@@ -1,0 +1,99 @@
+"""The warm-up of a 1-bit optimizer: how long v follows averaged gradients, and what it leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.state.header import check_each, each, one_or_each
+from .freezing import AutoFreeze
+from .onebit_options import OneBitOptions
+
+
+class WarmUp:
+    """When the warm-up ends, and begins again.
+
+    Args:
+        options: The optimizer's.
+        beta2: The largest of all groups.
+        of_each: Updates of each tensor, float64 [tensors].
+
+    Attributes:
+        due: Updates after which it ends.
+        ended_at: Those after which it has ended last; None: it has not.
+        again: How often it has begun again.
+        follows: Whether v follows the gradients.
+        entered: Updates that have entered each tensor's v, infinite where it is corrected for its start at 0, as after
+            a warm start or a re-warm-up: float64 [tensors].
+        watch: Ends it sooner, once v is stable; None: nobody watches.
+        dead_tensors: Indices of tensors that had no gradient in it.
+        dead_coordinates: Number of coordinates that had none, in other tensors.
+    """
+
+    def __init__(self, options: OneBitOptions, beta2: float, of_each: Tensor) -> None:
+        self.due = options.latest_freeze(beta2)
+        self.ended_at: int | None = None
+        self.again = 0
+        self.follows = True
+        self.entered = torch.zeros_like(of_each)
+        self.watch = AutoFreeze(beta2, options.lr_warmup_steps, of_each.device) if options.watches else None
+        self.dead_tensors: list[int] = []
+        self.dead_coordinates = 0
+        self._memory = float(options.rewarm_steps)
+
+    @property
+    def memory(self) -> float | None:
+        """Return how many steps v remembers at most; None: as many as its betas say."""
+        return self._memory if self.follows and self.again else None
+
+    @property
+    def is_corrected(self) -> bool:
+        """Tell whether any v is corrected for its start at 0."""
+        return bool(self.entered.isinf().any())
+
+    def correct(self, but_for: Tensor | None = None) -> None:
+        """Take note that every v is corrected for its start at 0, but for those of some tensors, bool [tensors]."""
+        self.entered.fill_(math.inf)
+        if but_for is not None:
+            self.entered.masked_fill_(but_for, 0.0)
+
+    def begin_again(self, updates: int) -> None:
+        """Take note that it begins again after so many updates."""
+        self.follows, self.due = True, updates + int(self._memory)
+        self.again += 1
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return plain values to resume from; waits for the device."""
+        watch = None if self.watch is None else self.watch.state_dict()
+        return {"variance_step": one_or_each(self.entered), "freeze_due": self.due, "auto": watch}
+
+    def check(self, header: Mapping[str, Any]) -> None:
+        """Raise ValueError if a checkpoint's can't be taken up."""
+        if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
+            raise ValueError(
+                f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
+                f"got {header.get('freeze_due')!r}; load another checkpoint"
+            )
+        if header.get("auto") is not None:
+            check_each(header["auto"], AutoFreeze.fields, "auto.")
+            if self.watch is not None:
+                self.watch.check(header["auto"])
+
+    def resume(self, header: Mapping[str, Any], of_each: Tensor) -> None:
+        """Take up a checkpoint's; ``again`` was taken up before."""
+        if self.watch is not None and header.get("auto") is not None:
+            self.watch.load_state_dict(header["auto"])
+        entered = of_each
+        if "variance_step" in header:
+            entered = each(header["variance_step"], of_each)
+            # One number for all tensors may be more than some have had.
+            entered = torch.where(entered.isinf(), entered, torch.minimum(entered, of_each))
+        self.entered.copy_(entered)
+        if self.again:
+            self.due = header["freeze_due"]
