@@ -28,11 +28,11 @@ def conserved(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
     """m, this rank's e and its part of E, by flat index, in the unit in which they are compressed."""
     reduce, layout = optimizer.reducer, optimizer.layout
     state = whole_state(optimizer)
-    ranks, inside = optimizer.transport.world_size, 1
-    if optimizer.levels is not None:
-        ranks, inside = optimizer.levels[0].world_size, optimizer.levels[1].world_size
-    rank = optimizer.transport.rank // inside
-    here = [optimizer.transport.rank % inside] if inside > 1 else range(optimizer.options.bucket_count)
+    ranks, inside = optimizer.ranks.transport.world_size, 1
+    if optimizer.ranks.levels is not None:
+        ranks, inside = optimizer.ranks.levels[0].world_size, optimizer.ranks.levels[1].world_size
+    rank = optimizer.ranks.transport.rank // inside
+    here = [optimizer.ranks.transport.rank % inside] if inside > 1 else range(optimizer.options.bucket_count)
     servers = np.zeros(layout.numel)
     for part, served in zip(here, state["server"].reshape(len(here), -1), strict=True):
         chunk = part * ranks + rank

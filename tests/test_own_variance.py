@@ -338,7 +338,7 @@ def wrote_and_read(rank: int, world_size: int, folder: str, steps: int, reads: b
     of_all = [fingerprint([level(optimizer).levels, level(optimizer).rho]), fingerprint(parameters(optimizer))]
     means = [torch.cat([x.flatten() for x in each(optimizer)]) for each in (momenta, variances)]
     mean = torch.stack(means).double()
-    optimizer.transport.all_reduce(mean)
+    optimizer.ranks.transport.all_reduce(mean)
     total = torch.zeros(optimizer.layout.numel)
     optimizer.reducer.take_residuals(total)
     layout = optimizer.layout

@@ -56,12 +56,12 @@ class Signum(FeedbackOptimizer):
     def build(self) -> None:
         super().build()
         where = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
-        self.reducer = SignVote(self.layout, self.transport, aggregation="majority", **where)
+        self.reducer = SignVote(self.layout, self.ranks.transport, aggregation="majority", **where)
 
     def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold
-            where = (self.steps.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
+            where = (self.steps.updates, hold, part.to_servers.bits, part.weights, self.ranks.transport.rank)
             toy_vote(grads, self.places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))

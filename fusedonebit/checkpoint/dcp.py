@@ -277,7 +277,7 @@ def template(
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
     facts.append(("the checkpoint's header", json.dumps(header)))
-    optimizer.agree_on(facts, facts, error, "every rank must read the same checkpoint")
+    optimizer.ranks.agree(facts, facts, error, "every rank must read the same checkpoint")
     return _on_all(optimizer, lambda: _room_for(model, optimizer, prefix, header, saved))
 
 
@@ -335,14 +335,15 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
     """Return what ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
     error = failure(lambda: results.append(call()))
-    optimizer.agree_on([], error=error)
+    optimizer.ranks.agree([], error=error)
     return results[0]
 
 
 @contextmanager
 def _naming_rank(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
-    transport = optimizer.transport if optimizer.shards.count == 1 else TorchTransport(None, optimizer.device)
+    ranks = optimizer.ranks
+    transport = ranks.transport if ranks.shards.count == 1 else TorchTransport(None, ranks.device)
     watched = transport.naming(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
     try:
         with watched:
@@ -360,13 +361,13 @@ def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
 
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
     """Return the ranks over which a checkpoint is written: those of the optimizer; of shards, all."""
-    return None if optimizer.shards.count > 1 else getattr(optimizer.transport, "group", None)
+    return None if optimizer.ranks.shards.count > 1 else getattr(optimizer.ranks.transport, "group", None)
 
 
 def _check_ranks(optimizer: DistributedOptimizer) -> None:
     if not isinstance(optimizer, DistributedOptimizer):
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
-    if optimizer.model_parallel.groups and optimizer.parameters.mesh is not None:
+    if optimizer.ranks.model_parallel.groups and optimizer.parameters.mesh is not None:
         raise RuntimeError(
             "torch.distributed.checkpoint wants all shards of DTensors at once, but process_group has one of "
             "Wire(model_parallel=...) alone: torch.save() each rank's optimizer.state_dict() in its own file"
@@ -375,12 +376,13 @@ def _check_ranks(optimizer: DistributedOptimizer) -> None:
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(
             f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
-            f"{type(optimizer.transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own file"
+            f"{type(optimizer.ranks.transport).__name__}: torch.save() each rank's optimizer.state_dict() in a file of "
+            "its own"
         )
 
 
 def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
-    if header.get("local") and header.get("world_size", optimizer.transport.world_size) > 1:
+    if header.get("local") and header.get("world_size", optimizer.ranks.transport.world_size) > 1:
         raise ValueError(
             f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
             "torch.distributed.checkpoint keeps one rank's: save at the end of a round"

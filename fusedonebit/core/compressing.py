@@ -60,7 +60,7 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         """Agree with all ranks on what gradients are multiplied with, and on holding still; or decide that alone."""
-        transport, earlier = (LocalTransport(), None) if alone else (self.transport, self._lost)
+        transport, earlier = (LocalTransport(), None) if alone else (self.ranks.transport, self._lost)
         how: dict[str, Any] = {"largest": self.reducer.largest_gradient, "earlier": earlier}
         how["digest"] = None if alone else self.digest
         return self._agree(grads, self._of_gradients(coef), transport, **how)
@@ -83,10 +83,10 @@ class CompressingOptimizer(DistributedOptimizer):
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""
         told = told._replace(renewal=self.coefficients.renewal())
-        if self.model_parallel.count > 1:
+        if self.ranks.model_parallel.count > 1:
             told = told._replace(unite=partial(self._unite, told.abort))
         self.reducer.synchronise(compress, told)
-        if self.model_parallel.count > 1:  # what was found on the way, such as a veto
+        if self.ranks.model_parallel.count > 1:  # what was found on the way, such as a veto
             self.reducer.refuse(self._united(self.reducer.flags))
         self._absent, self._late_error = self.reducer.absent, self.reducer.error
         return self.coefficients.still(coef, self._absent)

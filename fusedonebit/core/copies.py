@@ -22,6 +22,7 @@ from .state.header import is_compressed
 from .state.keeper import Keeper
 from .state.loading import take_state
 from .state.saving import header_of, save
+from .world import World
 
 
 def deep_copy(optimizer: Keeper, memo: dict[int, Any]) -> Keeper:
@@ -31,7 +32,7 @@ def deep_copy(optimizer: Keeper, memo: dict[int, Any]) -> Keeper:
     """
     copied = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = copied
-    transport, levels = _shared(optimizer.transport), optimizer.levels
+    transport, levels = _shared(optimizer.ranks.transport), optimizer.ranks.levels
     if levels is not None:
         levels = _shared(levels[0]), _shared(levels[1])
     _rebuild(copied, copy.deepcopy(_content(optimizer), memo), transport, levels)
@@ -40,11 +41,11 @@ def deep_copy(optimizer: Keeper, memo: dict[int, Any]) -> Keeper:
 
 def pickled(optimizer: Keeper) -> dict[str, Any]:
     """Return what a pickle has of an optimizer; TypeError if its ranks can't be made again."""
-    content, transport = _content(optimizer), optimizer.transport
+    content, transport = _content(optimizer), optimizer.ranks.transport
     here = isinstance(transport, LocalTransport)
     group = getattr(transport, "group", None)
-    if not here and (optimizer.levels is not None or group is None or group is not dist.group.WORLD):
-        what = "in a hierarchy of groups" if optimizer.levels is not None else f"over {transport!r}"
+    if not here and (optimizer.ranks.levels is not None or group is None or group is not dist.group.WORLD):
+        what = "in a hierarchy of groups" if optimizer.ranks.levels is not None else f"over {transport!r}"
         raise TypeError(
             f"an optimizer {what} can't be pickled: of process groups only the default one, "
             "torch.distributed.group.WORLD, can be made again; pickle its state_dict(), and load that into a new "
@@ -71,7 +72,7 @@ def unpickle(optimizer: Keeper, content: dict[str, Any]) -> None:
 
 def _content(optimizer: Keeper) -> dict[str, Any]:
     """Return all but the ranks; of the state this rank's rows alone, since others name a process group."""
-    if optimizer.model.count > 1:
+    if optimizer.ranks.model.count > 1:
         raise TypeError(
             f"{type(optimizer).__name__} of sharded parameters can't be pickled or deep-copied: save it with "
             "fusedonebit.dcp, or its state_dict(), and load that into a new optimizer"
@@ -96,11 +97,9 @@ def _rebuild(
     optimizer.lr_tensors = []
     optimizer.options, optimizer.hyper_parameters = content["options"], content["hyper_parameters"]
     optimizer.device = first_device(groups)
-    optimizer.meet_model([])
-    optimizer.inside = optimizer.inside if levels is None else levels[1]
+    optimizer.ranks = World(transport, optimizer.device, levels=levels)
     optimizer.take_parameters()
     optimizer.masks = content["masks"]
-    optimizer.transport, optimizer.levels = transport, levels
     header = header_of(saved) or {}
     optimizer.set_up(header["block_size"] if is_compressed(header) else None)
     take_state(optimizer, saved)

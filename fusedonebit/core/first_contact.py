@@ -56,12 +56,13 @@ SHARED = (
 
 def speaks(optimizer: Keeper) -> bool:
     """Tell whether this is the rank that speaks for all."""
-    return all(ranks.rank == 0 for ranks in (optimizer.transport, *(each.transport for each in optimizer.model.groups)))
+    ranks = optimizer.ranks
+    return all(each.rank == 0 for each in (ranks.transport, *(group.transport for group in ranks.model.groups)))
 
 
 def introduce(optimizer: Keeper, chosen: Sequence[str], process_group: Ranks) -> None:
     """Log what a new optimizer has ``chosen``, and warn of what is legal, but hardly meant."""
-    alone = optimizer.transport.world_size == 1
+    alone = optimizer.ranks.transport.world_size == 1
     if isinstance(process_group, dist.ProcessGroup) and alone and dist.get_rank() == 0 and dist.get_world_size() > 1:
         warn(
             f"process_group has this rank alone, of {dist.get_world_size()}: nothing is averaged, and each such rank "
@@ -106,10 +107,10 @@ class FirstSteps:
         # Where graphs replay backward passes, gradients have their memory for good, and are overwritten.
         found = [ADDED_UP] if added_up and not optimizer.options.capturable else []
         present = [g for g in grads if g.numel()]
-        if self.looked_at == 1 and dist.is_initialized() and optimizer.transport.world_size > 1:
+        if self.looked_at == 1 and dist.is_initialized() and optimizer.ranks.transport.world_size > 1:
             found += trained_by_others(optimizer)
         # One rank alone may be clipped by anybody; of a shard nobody knows the norm.
-        if optimizer.transport.world_size > 1 and optimizer.shards.count == 1 and present:
+        if optimizer.ranks.transport.world_size > 1 and optimizer.ranks.shards.count == 1 and present:
             norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in present]).norm()
             total = torch.stack([g.sum(dtype=torch.float32) for g in present]).sum()
             self._seen = [*self._seen, (float(norm), float(total))]
@@ -143,7 +144,7 @@ def trained_by_others(optimizer: Keeper) -> list[str]:
     counts = [
         (type(other).__name__, sum(id(p) in exposed for group in other.param_groups for p in group["params"]))
         for other in (instances(torch.optim.Optimizer) if exposed else ())
-        if not hasattr(other, "transport") and hasattr(other, "param_groups")
+        if not hasattr(other, "ranks") and hasattr(other, "param_groups")
     ]
     name = type(optimizer).__name__
     return [SHARED.format(other=other, count=count, name=name) for other, count in counts if count]

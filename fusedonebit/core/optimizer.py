@@ -81,7 +81,7 @@ class DistributedOptimizer(Keeper):
         self.nothing = torch.empty(0, device=self.device)
         self.under_ddp.averaged = False
         counted: Tensor | None = None
-        if any(self.replicas) and self.model_parallel.groups[0].transport.rank > 0:
+        if any(self.replicas) and self.ranks.model_parallel.groups[0].transport.rank > 0:
             elsewhere = torch.tensor(self.replicas, device=self.device)
             counted = (~elsewhere)[self.places.block_tensor.long()].double()
         self.scaling = Scaling(self.layout, self.device, counted)
@@ -169,7 +169,7 @@ class DistributedOptimizer(Keeper):
         if not captured:
             steps.outcomes.absorb_replays()
         self.begin_step(captured)
-        steps.note(self.first_steps, ddp, self.transport.traffic)
+        steps.note(self.first_steps, ddp, self.ranks.transport.traffic)
         steps.number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
         try:
@@ -182,7 +182,7 @@ class DistributedOptimizer(Keeper):
             error = self._compare_replicas(error)
         if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
             grads = [self.nothing] * len(self.parameters)
-        about_ranks = self.parameters.owners, grads, self.transport, self.compresses
+        about_ranks = self.parameters.owners, grads, self.ranks.transport, self.compresses
         saw_averages = not captured and ddp.notice(*about_ranks)
         looks = not (captured or self.first_steps.over or error is not None)
         said: list[str] = []
@@ -213,18 +213,18 @@ class DistributedOptimizer(Keeper):
 
     def _has_nobody(self) -> bool:
         """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""
-        return self.transport.world_size == 1 if self._absent is None else bool(self._absent.all())
+        return self.ranks.transport.world_size == 1 if self._absent is None else bool(self._absent.all())
 
     def _compare_replicas(self, error: Exception | None) -> Exception | None:
         """Return ``error``, or, in every 64th step, that model-parallel ranks no longer have parameters alike."""
-        if not self.model_parallel.groups:
+        if not self.ranks.model_parallel.groups:
             return error
         due, self._until_compared = self._until_compared == 0, (self._until_compared - 1) % COMPARED_EVERY
         if not due:
             return error
         hint = "no parameter was changed in this step; all must be loaded, and changed, alike"
         with self.steps.breaking():
-            return self._disagreement(self.model_parallel.groups[0], self.values_of_replicas(), error, hint)
+            return self.ranks.disagreement(self.ranks.model_parallel.groups[0], self.values_of_replicas(), error, hint)
 
     def _take_number(self, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
         """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
@@ -275,8 +275,8 @@ class DistributedOptimizer(Keeper):
             if not captured and self.just_loaded:
                 self.agree_on_loaded()
                 self.just_loaded = False
-            self.transport.traffic.start_step()
-            self.inside.traffic.start_step()
+            self.ranks.transport.traffic.start_step()
+            self.ranks.inside.traffic.start_step()
             if not captured:
                 self._enter_phase()
             self.steps.begun, self.steps.changing = True, False
@@ -302,7 +302,7 @@ class DistributedOptimizer(Keeper):
 
     def _agree(self, grads: Sequence[Tensor], coef: Tensor, transport: Transport, **how: Any) -> Agreed:
         """Agree on what gradients are multiplied with, and on holding still, and note it; ``how``: see ``Scaling``."""
-        which = LossScale.of(self), self.options.max_grad_norm, transport, self.model, self.weighs
+        which = LossScale.of(self), self.options.max_grad_norm, transport, self.ranks.model, self.weighs
         return self.scaling.agree(grads, coef, *which, **how)
 
     def coefficient_table(self) -> Tensor:
@@ -311,7 +311,7 @@ class DistributedOptimizer(Keeper):
 
     def _united(self, flags: Tensor) -> Tensor:
         """Return the flags that any rank with a part of the model has, int32 [1]: all skip a step together."""
-        return self.model_parallel.unite(flags, self.steps.number)
+        return self.ranks.model_parallel.unite(flags, self.steps.number)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
@@ -336,7 +336,7 @@ class DistributedOptimizer(Keeper):
 
     def _compare_state(self) -> None:
         """Let ranks compare what they have in common when they next meet, once in so many steps."""
-        if self.steps.captured or self.transport.world_size == 1 or self.digest is None or not self.synchronised:
+        if self.steps.captured or self.ranks.transport.world_size == 1 or self.digest is None or not self.synchronised:
             return
         done = self.steps.count.total
         if done // COMPARED_EVERY > max(0, done - self._round_steps) // COMPARED_EVERY:
@@ -374,10 +374,10 @@ class DistributedOptimizer(Keeper):
         return (self.coefficients.tag ^ self.steps.count.total) & 0x7FFFFFFF
 
     def _say_where(self, what: str) -> str:
-        if self.model_parallel.count > 1:
+        if self.ranks.model_parallel.count > 1:
             what = f"model-parallel ranks differ in the number of steps, or some of them have found: {what}"
         here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper_parameters) for group in self.param_groups)
-        return f"{what}. On rank {self.transport.rank}, in its step {self.steps.count.total}: {here}"
+        return f"{what}. On rank {self.ranks.transport.rank}, in its step {self.steps.count.total}: {here}"
 
     def __getstate__(self) -> dict[str, Any]:
         return copies.pickled(self)
@@ -423,7 +423,7 @@ class DistributedOptimizer(Keeper):
             ``max_grad_norm``).
         """
         self.catch_up()
-        transport, layout = self.transport, self.layout
+        transport, layout = self.ranks.transport, self.layout
         return {
             "phase": self.phase,
             "step": self.steps.outcomes.updates,
@@ -439,8 +439,8 @@ class DistributedOptimizer(Keeper):
             "bytes_step": transport.traffic.bytes_step,
             "bytes_total": transport.traffic.bytes_total,
             "averaged_already": bool(self.under_ddp.elsewhere),
-            "collectives_inside": self.inside.traffic.collectives_step,
-            "bytes_inside": self.inside.traffic.bytes_step,
+            "collectives_inside": self.ranks.inside.traffic.collectives_step,
+            "bytes_inside": self.ranks.inside.traffic.bytes_step,
             # Of a ring all-reduce of float32 gradients.
             "bytes_fp32": 2 * 4 * layout.real_numel * (transport.world_size - 1) // transport.world_size,
             "state_bytes": self._state_bytes(),
@@ -504,7 +504,7 @@ class DistributedOptimizer(Keeper):
             *self.described(),
             f"block_size: {self.layout.block_size}",
             f"backend: {backend(self.device)}",
-            f"transport: {self.transport!r}",
+            f"transport: {self.ranks.transport!r}",
         ]
 
     def described(self) -> list[str]:

@@ -41,21 +41,21 @@ def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -
         "octaves": optimizer.octaves,
         "live": optimizer.live,
         "ternary": options.ternary,
-        "shards": optimizer.shards,
+        "shards": optimizer.ranks.shards,
     }
     if optimizer.follows_squares:
-        here = layout.numel if optimizer.levels is None else layout.numel // optimizer.levels[1].world_size
+        here = layout.numel if optimizer.ranks.levels is None else layout.numel // optimizer.ranks.levels[1].world_size
         shared["worker_sq"] = torch.zeros(here, dtype=options.variance_dtype, device=optimizer.device)
-    if optimizer.levels is not None:
-        return HierarchicalAllReduce(layout, *optimizer.levels, dtype=options.hierarchy_dtype, **shared)
+    if optimizer.ranks.levels is not None:
+        return HierarchicalAllReduce(layout, *optimizer.ranks.levels, dtype=options.hierarchy_dtype, **shared)
     shared["serve_alone"] = options.serve_alone
     if not options.overlap and options.bucket_count == 1:
-        return make_all_reduce(layout, optimizer.transport, **shared)
+        return make_all_reduce(layout, optimizer.ranks.transport, **shared)
     if not options.overlap:
-        return BucketedAllReduce(layout, options.bucket_count, optimizer.transport, **shared)
+        return BucketedAllReduce(layout, options.bucket_count, optimizer.ranks.transport, **shared)
     if isinstance(before, OverlappedAllReduce):
         return OverlappedAllReduce(optimizer, before.transport, **shared)
-    own = optimizer.transport  # buckets have one of their own, so that nothing else comes between them
+    own = optimizer.ranks.transport  # buckets have one of their own, so that nothing else comes between them
     return OverlappedAllReduce(optimizer, own.apart() if isinstance(own, TorchTransport) else own, **shared)
 
 

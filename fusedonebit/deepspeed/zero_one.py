@@ -79,7 +79,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         agreed = super()._scaling(grads, coef, alone=True)
         if agreed.hold is not None:
             ranks = self._lost.clone()
-            self.transport.all_reduce(ranks)
+            self.ranks.transport.all_reduce(ranks)
             self.scaling.overflowed = (ranks > 0).float()
             self._lost.zero_()
         return agreed

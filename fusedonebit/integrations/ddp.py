@@ -58,7 +58,7 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> H
     """
     error = failure(lambda: _check(model, optimizer))
     if isinstance(optimizer, DistributedOptimizer):
-        transport, device = optimizer.transport, optimizer.device
+        transport, device = optimizer.ranks.transport, optimizer.device
     else:  # then the others' optimizers most likely use the default group
         nccl = dist.is_initialized() and "nccl" in dist.get_backend()
         device = torch.device("cuda" if nccl else "cpu")
@@ -117,7 +117,13 @@ class Handle:
             return
         error = failure(lambda: _check_idle(optimizer))
         facts = [("the number of updates before detach()", str(optimizer.steps.outcomes.updates))]
-        agree(optimizer.transport, facts, optimizer.device, error, "call it on every rank, between the same two steps")
+        agree(
+            optimizer.ranks.transport,
+            facts,
+            optimizer.device,
+            error,
+            "call it on every rank, between the same two steps",
+        )
         _average_gradients(optimizer)
         _let_overlap(optimizer, False)
         optimizer.under_ddp.averaged, optimizer.under_ddp.elsewhere = False, None
@@ -295,7 +301,7 @@ def _check_idle(optimizer: DistributedOptimizer) -> None:
 
 def _average_gradients(optimizer: DistributedOptimizer) -> None:
     """Average the gradients that are there, as DDP does; those that were averaged, or used already, do no harm."""
-    owners, transport = optimizer.parameters.owners, optimizer.transport
+    owners, transport = optimizer.parameters.owners, optimizer.ranks.transport
     if transport.world_size == 1:
         return
     present = torch.tensor([p.grad is not None for p in owners], dtype=torch.float32, device=optimizer.device)
@@ -325,7 +331,7 @@ def _say_what_is_owed(optimizer: DistributedOptimizer) -> None:
 
 
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
-    return getattr(optimizer.transport, "group", None)  # a transport of one rank has none
+    return getattr(optimizer.ranks.transport, "group", None)  # a transport of one rank has none
 
 
 def _ranks(optimizer: DistributedOptimizer) -> list[int]:
@@ -336,7 +342,7 @@ def _ranks(optimizer: DistributedOptimizer) -> list[int]:
 def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     # The stage of the coming step must be known before its gradients are averaged.
     optimizer.begin_step()
-    buffer, world_size = bucket.buffer(), optimizer.transport.world_size
+    buffer, world_size = bucket.buffer(), optimizer.ranks.transport.world_size
     if not optimizer.averages_gradients or world_size == 1:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
@@ -344,7 +350,7 @@ def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBu
     optimizer.under_ddp.averaged = True
     # As ``flatten`` does: divided before the sum, in float32.
     wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
-    optimizer.transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
+    optimizer.ranks.transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
     work = dist.all_reduce(in_flight(wide), group=_group(optimizer), async_op=True)
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
     return averaged

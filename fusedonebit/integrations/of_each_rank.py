@@ -33,7 +33,7 @@ def attach_once(model: Any, optimizer: DistributedOptimizer) -> Handle | None:
 
 def refuse_clipping(optimizer: DistributedOptimizer, setting: str, given: Any, off: Any) -> None:
     """Raise ValueError if the library is to clip gradients of several ranks, each by its own norm."""
-    if given and optimizer.transport.world_size > 1:
+    if given and optimizer.ranks.transport.world_size > 1:
         raise ValueError(
             f"{setting} must be {off!r} with {type(optimizer).__name__}, got {given!r}: each rank would clip its own "
             f"gradients by its own norm; pass max_grad_norm={given!r} to the optimizer instead"
@@ -42,7 +42,7 @@ def refuse_clipping(optimizer: DistributedOptimizer, setting: str, given: Any, o
 
 def path_of(optimizer: DistributedOptimizer, folder: str | Path) -> Path:
     """Return where this rank's state lies in ``folder``."""
-    transport = optimizer.transport
+    transport = optimizer.ranks.transport
     return Path(folder) / f"onebit-rank-{transport.rank}-of-{transport.world_size}.pt"
 
 
@@ -60,7 +60,7 @@ def save(optimizer: DistributedOptimizer, folder: str | Path) -> None:
         partial.replace(path)  # a crash leaves the old file or the new one
     except Exception as caught:
         error = caught
-    agree(optimizer.transport, [], optimizer.device, error, f"{folder} holds no whole checkpoint")
+    agree(optimizer.ranks.transport, [], optimizer.device, error, f"{folder} holds no whole checkpoint")
 
 
 def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
@@ -82,7 +82,7 @@ def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
             )
     except Exception as caught:
         error = caught
-    agree(optimizer.transport, [("each rank has a file", str(state is not None))], optimizer.device, error)
+    agree(optimizer.ranks.transport, [("each rank has a file", str(state is not None))], optimizer.device, error)
     if state is None:
         return
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, given: state)

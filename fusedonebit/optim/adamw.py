@@ -107,7 +107,7 @@ class AdamW(AdamUpdate):
 
     def _check_shards(self) -> None:
         super()._check_shards()
-        ranks = max(self.transport.world_size, self.model.count)
+        ranks = max(self.ranks.transport.world_size, self.ranks.model.count)
         if self.options.release_gradients and ranks > 1:
             raise ValueError(
                 f"release_gradients must be False on several ranks, got True on {ranks}: they average gradients of all "

@@ -42,18 +42,17 @@ class AveragingOptimizer(DistributedOptimizer):
     def build(self) -> None:
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
         super().build()
-        self.averages = Averages(self.layout, self.transport, self.device)
+        self.averages = Averages(self.layout, self.ranks.transport, self.device)
         self.elements = ElementFlags(self.device)
 
     @property
     def digest(self) -> Tensor | None:
-        return None if self.transport.world_size == 1 else self.averages.digest
+        return None if self.ranks.transport.world_size == 1 else self.averages.digest
 
     @property
     def _is_alone(self) -> bool:
         """Tell whether this rank updates from gradients where they lie. Who wants errors looks at all of them first."""
-        single = self.transport.world_size == self.model.count == 1
-        return self.reads_gradients and single and self.options.nonfinite == "skip"
+        return self.reads_gradients and self.ranks.single and self.options.nonfinite == "skip"
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         return (self._update_alone if self._is_alone else self._average)(grads, coef, abort)
@@ -66,7 +65,7 @@ class AveragingOptimizer(DistributedOptimizer):
         self.elements.made = not abort
         if abort:
             return torch.full_like(self.elements.none, int(Flag.ABORT))
-        agreed = self._agree(grads, coef, self.transport)
+        agreed = self._agree(grads, coef, self.ranks.transport)
         hold = self.elements.none if agreed.hold is None else agreed.hold
         self._note_absent()
         if not self.steps.captured:
@@ -94,18 +93,18 @@ class AveragingOptimizer(DistributedOptimizer):
         loss_scale, averages, how = LossScale.of(self), self.averages, {"abort": abort}
         how["averaged"] = self.under_ddp.averaged
         flags, absent = averages.add_up(grads, self._make_handshake(), loss_scale, self.steps.updates, **how)
-        flags, self._absent = self.shards.unite(flags, self._tag_of_shards, absent, len(self.layout.sizes))
+        flags, self._absent = self.ranks.shards.unite(flags, self._tag_of_shards, absent, len(self.layout.sizes))
         flags = self._united(flags)
         if loss_scale.found_inf is not None:
             self.scaling.overflowed = ((flags & int(Flag.OVERFLOW)) != 0).float()
         if self.options.max_grad_norm is not None:
-            self.scaling.clip(averages.values, self.options.max_grad_norm, self.model)
+            self.scaling.clip(averages.values, self.options.max_grad_norm, self.ranks.model)
         self._update(averages.of_tensors, self.coefficients.still(coef, self._absent), flags)
         return flags
 
     def _make_handshake(self, skips: bool = False) -> Handshake:
         tag, number = self.coefficients.tag ^ self.layout.fingerprint, self.steps.count.total + skips
-        return Handshake(self.transport.world_size, number, tag, len(self.layout.sizes), self._missing, skips)
+        return Handshake(self.ranks.transport.world_size, number, tag, len(self.layout.sizes), self._missing, skips)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:

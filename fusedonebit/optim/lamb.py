@@ -74,9 +74,9 @@ class LambUpdate(NarrowState):
 
     def _by_layer(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
         """Return values [..., B] and each tensor's first block, for kernels; of shards one column per tensor."""
-        if self.shards.count == 1:
+        if self.ranks.shards.count == 1:
             return values, self._layer_start
-        whole = self.shards.sum if reduction == "sum" else self.shards.max
+        whole = self.ranks.shards.sum if reduction == "sum" else self.ranks.shards.max
         return whole(self._segments(values, reduction)), self._one_each
 
     def _segments(self, by_block: Tensor, reduction: str) -> Tensor:

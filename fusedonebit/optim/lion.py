@@ -86,7 +86,7 @@ class OneBitLion(FeedbackOptimizer):
     def build(self) -> None:
         super().build()
         where: dict[str, Any] = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
-        self.reducer = SignVote(self.layout, self.transport, aggregation=self.options.aggregation, **where)
+        self.reducer = SignVote(self.layout, self.ranks.transport, aggregation=self.options.aggregation, **where)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, before the first step. Every rank must call it."""
@@ -99,7 +99,7 @@ class OneBitLion(FeedbackOptimizer):
 
         def vote(part: SignVote) -> None:
             hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
-            where = (self.steps.updates, hold, part.to_servers.bits, part.weights, self.transport.rank)
+            where = (self.steps.updates, hold, part.to_servers.bits, part.weights, self.ranks.transport.rank)
             lion_compress(grads, self.places, self.exp_avg, agreed.coef, *where, part.found)
 
         self._apply_momentum(self._synchronise(vote, told, coef))

@@ -22,11 +22,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm import FeedbackReducer, ShardGroup
+from ..comm import FeedbackReducer
 from ..comm.feedback import Unit
 from ..core.options import CoefficientTable
 from ..core.steps import Steps
 from ..core.telemetry import HostMirror
+from ..core.world import World
 from ..errors import warn
 from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_levels
 from ..triton_kernels.nouns import Places
@@ -71,7 +72,7 @@ class Owner(Protocol):
     device: torch.device
     reducer: FeedbackReducer
     coefficients: CoefficientTable
-    shards: ShardGroup
+    ranks: World
     live: LiveTable
     exp_avg_sq: Tensor
     steps: Steps
@@ -165,7 +166,7 @@ class LivingVariance:
         if self._known >= self._asleep or self.steps % LOOKED_AFTER:
             return 0
         moves = (optimizer.reducer.scale > 0) & (self.mean_sq == 0)[optimizer.places.block_tensor]
-        return optimizer.shards.max(moves.any().reshape(1).int()) * STIRS
+        return optimizer.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
 
     def _ease(self, optimizer: Owner) -> None:
         """Choose the ``scale_norm`` of this step; the same on all ranks."""
@@ -247,7 +248,7 @@ class LivingVariance:
         """Sum float64 [B] by tensor, in order: equal on all ranks."""
         blocks = torch.tensor(optimizer.layout.first_block, device=by_block.device)
         here = torch.segment_reduce(by_block, "sum", offsets=blocks, unsafe=True, initial=0.0)
-        return optimizer.shards.sum(here)
+        return optimizer.ranks.shards.sum(here)
 
     def _count(self, optimizer: Owner) -> None:
         """Count each tensor's elements on all shards, and the tensors that are asleep or were; waits for the device."""

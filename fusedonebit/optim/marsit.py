@@ -94,7 +94,7 @@ class MarsitOptimizer(MarsitState):
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         super().check_group(group, name)
-        options, world_size = self.options, self.transport.world_size
+        options, world_size = self.options, self.ranks.transport.world_size
         check_topology(options.topology, options.rows, world_size, options.full_precision_every, options.seed)
 
     def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:

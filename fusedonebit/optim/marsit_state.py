@@ -101,9 +101,9 @@ class MarsitState(RoundOptimizer):
         super().allocate()
         anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
         self._anchor = torch.zeros(anchored, device=self.device)
-        between, part = self.transport, Part(self.layout)
-        if self.levels is not None:
-            between, inside = self.levels
+        between, part = self.ranks.transport, Part(self.layout)
+        if self.ranks.levels is not None:
+            between, inside = self.ranks.levels
             part = NodePart(self.layout, inside, self.options.hierarchy_dtype, self.device)
         self.reducer = self._make_reducer(between, part)
 
@@ -132,7 +132,7 @@ class MarsitState(RoundOptimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        if self.levels is not None:
+        if self.ranks.levels is not None:
             raise RuntimeError(
                 "add_param_group must be called without Wire(hierarchy=...): each rank has moments of its part of the "
                 "flat index space only, which would lie elsewhere; construct a new optimizer"
@@ -175,7 +175,7 @@ class MarsitState(RoundOptimizer):
         if (writer := header.get("algorithm", "one of torch.optim")) != name:
             raise ValueError(f"the checkpoint must be of {name}, got {writer}")
         inside = self.cut()["inside"]
-        here = (self.transport.world_size, self.layout.block_size, self.layout.numel)
+        here = (self.ranks.transport.world_size, self.layout.block_size, self.layout.numel)
         saved = (header["world_size"], header["block_size"], header["line"])
         if header["inside"] != inside or (inside > 1 and saved != here):
             raise ValueError(
@@ -183,9 +183,10 @@ class MarsitState(RoundOptimizer):
                 f"block_size={header['block_size']}, but here they are {here[0]}, {inside} in a node, and "
                 f"block_size={here[1]}; construct the optimizer as it was"
             )
-        if header["local"] and header["world_size"] != self.transport.world_size:
+        world_size = self.ranks.transport.world_size
+        if header["local"] and header["world_size"] != world_size:
             raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {self.transport.world_size}; "
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
                 f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
                 "rank: save at the end of a round, or resume with as many ranks as wrote it"
             )

@@ -274,7 +274,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         A layer's mean |u|^2 begins as (|x|/c)^2, or is measured where c was clipped. A layer that has not moved yet
         gets the c of an update all of whose elements are 1.
         """
-        shards, c = self.shards, self._layers[Layer.COEFFICIENT].double()
+        shards, c = self.ranks.shards, self._layers[Layer.COEFFICIENT].double()
         self._x_squares.copy_(param_squares(self.parameters.dense, self.places))
         x = shards.sum(self._segments(self._x_squares.double(), "sum")).sqrt()
         moves = (shards.sum(self._sum_of_squares(self.exp_avg)) > 0) & (x > 0) & (c > 0)
@@ -382,15 +382,15 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         that of its vanishing momentum it would decide the shared scale once it moves again. It takes no
         part in the mean. A layer without any variance keeps 1.
         """
-        shards = self.shards
+        shards = self.ranks.shards
         live = shards.sum(self._segments(self.live.numel.double(), "sum")).clamp(min=1.0)
         variance = shards.sum(self._segments(live_variance(self.places, self.exp_avg_sq)[0], "sum")) / live
         squares = shards.sum(self._sum_of_squares(self.exp_avg))
         size, least = (squares / live).sqrt(), QUIET * variance.sqrt()
         moving = (size > 0) & (size >= least)
         size = torch.maximum(size, least)
-        counted = torch.where(self.model_parallel.max(moving.any().int()) > 0, moving, size > 0)
-        total, number = self.model_parallel.sum(torch.stack([(size * counted).sum(), counted.sum().double()]))
+        counted = torch.where(self.ranks.model_parallel.max(moving.any().int()) > 0, moving, size > 0)
+        total, number = self.ranks.model_parallel.sum(torch.stack([(size * counted).sum(), counted.sum().double()]))
         mean = total / number.clamp(min=1)
         return torch.where(size > 0, mean / size, 1.0).float()
 
@@ -428,7 +428,7 @@ class OneBitLamb(LambUpdate, OneBitOptimizer):
         """Apply the synchronised bits, and make the next coefficients, with a shared variance."""
         scale, numel = self.reducer.scale, self.live.numel
         squares, start = self._x_squares, self._layer_start
-        if self.shards.count > 1:
+        if self.ranks.shards.count > 1:
             of_bits = scale.double().square() * numel
             whole, start = self._by_layer(torch.stack([squares.double(), of_bits]))
             squares, scale, numel = whole[0].float(), whole[1].sqrt().float(), torch.ones_like(start[1:]).int()

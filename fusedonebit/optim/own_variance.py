@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm import Transport
 from ..core.options import CoefficientTable
 from ..core.steps import Steps
+from ..core.world import World
 from ..triton_kernels import FlatLayout, follow_level, tell_level
 from ..triton_kernels.levels import FOLLOWED, LEVELS
 from ..triton_kernels.nouns import Places
@@ -34,7 +34,7 @@ class Owner(Protocol):
 
     layout: FlatLayout
     device: torch.device
-    transport: Transport
+    ranks: World
     coefficients: CoefficientTable
     places: Places
     exp_avg_sq: Tensor
@@ -56,7 +56,7 @@ class OwnVariance:
         layout, device = optimizer.layout, optimizer.device
         tensors = len(layout.sizes)
         self.levels, self.rho = torch.zeros(LEVELS, tensors, device=device), torch.ones(tensors, device=device)
-        self._alone = optimizer.transport.world_size == 1
+        self._alone = optimizer.ranks.transport.world_size == 1
         if self._alone:
             return
         share, lengths, first = places(layout)
@@ -87,7 +87,7 @@ class OwnVariance:
         Raises:
             CollectiveError: if the collective fails.
         """
-        transport = optimizer.transport
+        transport = optimizer.ranks.transport
         transport.all_reduce(told)
         coef, absent = optimizer.coefficients.last, None if absent is None else absent.view(torch.uint8)
         of_ranks = (told, self._first, transport.world_size)

@@ -85,7 +85,7 @@ class OneBitOptimizer(TwoStageState):
             self.coefficient_table()
         watch = self.warm_up.watch
         if self._phase == "warmup" and watch is not None and self._exp_avg_sq_sums is not None:
-            watch.observe(self.model.sum(self._exp_avg_sq_sums.sum()), self.steps.updates)
+            watch.observe(self.ranks.model.sum(self._exp_avg_sq_sums.sum()), self.steps.updates)
 
     def _describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
@@ -156,7 +156,7 @@ class OneBitOptimizer(TwoStageState):
             What is dead, and the norm of the last uncompressed update, float64 [].
         """
         options = self.options
-        dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.shards)
+        dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.ranks.shards)
         self._before_compression()
         self.averages.drop()
         self.warm_up.follows = False
@@ -166,10 +166,10 @@ class OneBitOptimizer(TwoStageState):
             dead.mean.copy_(self.living.mean_sq)
         coef = self.coefficient_table()
         factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self.places.block_tensor]
-        last = self.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
+        last = self.ranks.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
         if options.precondition and self.living is None:
-            floor = quantile_floor(self.places, self.exp_avg_sq, coef, options.eps_inside_sqrt, self.model)
+            floor = quantile_floor(self.places, self.exp_avg_sq, coef, options.eps_inside_sqrt, self.ranks.model)
             least = torch.maximum(least, floor)
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         filled, half = None if keep else dead.mean, options.variance_dtype is torch.bfloat16

@@ -171,7 +171,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         beta1 = self.coefficient_table()[:, Coef.BETA1].double()[owner]
         # Momentum of pure noise has this norm; a training run at rest may have less.
         share = ((1 - beta1) / (1 + beta1)).clamp(min=LEAST_SQUARE)
-        noise = self.shards.sum((live * factor * share).sum()).sqrt()
+        noise = self.ranks.shards.sum((live * factor * share).sum()).sqrt()
         self._guard.arm(last, noise, self._update_weights())
 
     def weigh_guard(self) -> None:

@@ -36,7 +36,7 @@ def warm_start(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> 
         integrity.verify(optimizer, ours, header)
         integrity.check_values(optimizer, ours, header)
         variances = [_variance(optimizer, state_dict, states[i], i) for i in range(len(states))]
-        if optimizer.shards.count == 1 and not any(bool(v.any()) for v in variances):
+        if optimizer.ranks.shards.count == 1 and not any(bool(v.any()) for v in variances):
             raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")
         tables = _tables(optimizer, state_dict, states)
     except Exception as caught:  # whatever it is: the other ranks must not wait
@@ -46,7 +46,7 @@ def warm_start(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> 
         for what, tensors in {"exp_avg_sq": variances, **tables}.items()
         for name, tensor in zip(optimizer.parameters.names, tensors, strict=False)
     ]
-    optimizer.agree_on(facts, error=error, hint="give every rank the same earlier run's checkpoint")
+    optimizer.ranks.agree(facts, error=error, hint="give every rank the same earlier run's checkpoint")
     (of_v,) = (spec for spec in optimizer.specs() if spec.name == "exp_avg_sq")
     with torch.no_grad():
         for i, v in enumerate(variances):

@@ -150,7 +150,7 @@ class ZeroOneAdam(ZeroOneState):
             error = caught
         facts = [(f"round {done.rounds + i}", str(each)) for i, each in enumerate(plan)]
         hint = "policies must answer alike on all ranks, as functions of their argument alone"
-        agree(self.transport, facts, self.device, error, hint)
+        agree(self.ranks.transport, facts, self.device, error, hint)
         self._plan = plan
 
     # ---------------------------------------------------------------- the step

@@ -155,7 +155,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         self._exp_avg_sq_sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         scale: dict[str, Any] = {"scale_norm": options.scale_norm, "scale_scope": options.scale_scope}
         scale |= {"serve_alone": options.serve_alone, "live": self.live}
-        self.reducer = make_all_reduce(layout, self.transport, device=device, **scale)
+        self.reducer = make_all_reduce(layout, self.ranks.transport, device=device, **scale)
         tensors = max(1, len(layout.sizes))
         self._round, self._plan = Round(renews=True, steps=1), list[Round]()
         self._confirmed = Progress(0, 0, 0, 0)  # what was done in rounds of which all ranks know how they ended
@@ -352,9 +352,10 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
                 f"the checkpoint was written with precondition={was!r}, but here it is {now!r}; it can't be changed "
                 "between two steps"
             )
-        if header["local"] and header["world_size"] != self.transport.world_size:
+        world_size = self.ranks.transport.world_size
+        if header["local"] and header["world_size"] != world_size:
             raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {self.transport.world_size}; "
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
                 f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
                 "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
             )

@@ -38,7 +38,7 @@ class FrozenVariance(AveragingOptimizer):
         return coef
 
     def _freeze(self) -> None:
-        dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.shards)
+        dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.ranks.shards)
         as_it_is = torch.ones(len(self.layout.sizes), len(Coef), device=self.device)
         tables = (as_it_is, dead.mean, dead.mean * self.floor)
         freeze(self.places, self.exp_avg, self.exp_avg_sq, False, False, *tables)
@@ -57,7 +57,7 @@ class NaiveOneBitAdam(AveragedAdam):
     def build(self) -> None:
         """See ``DistributedOptimizer``."""
         super().build()
-        self._reducer = CompressedAllReduce(self.layout, self.transport, device=self.device)
+        self._reducer = CompressedAllReduce(self.layout, self.ranks.transport, device=self.device)
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), *self._reducer.state()]

@@ -9,15 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm import (
     Flag,
-    ModelGroup,
-    ShardGroup,
     TorchTransport,
     Transport,
-    agree,
     checksum,
     make_transport,
 )
@@ -34,6 +30,7 @@ from ..params import ParameterList
 from ..settings import NUMERICS, WIRE, Options, Params, Ranks
 from ..sharding import check_groups, group_of, levels, local, model_ranks, replicas
 from ..steps import Steps
+from ..world import World
 from .header import KEY, Fields
 from .rank_local import Rows
 from .spec import Specs, StateSpec
@@ -79,8 +76,6 @@ class Keeper(torch.optim.Optimizer):
     """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
 
     options: Options
-    levels: tuple[Transport, Transport] | None
-    inside: Transport
     _built: bool = False
     rates: Tensor | None = None
     """Where capturable the groups' learning rates, of which ``lr_tensors`` are views: float32 [groups]."""
@@ -99,10 +94,9 @@ class Keeper(torch.optim.Optimizer):
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
-        self.transport = make_transport(group_of(process_group), self.device)
-        wire = WIRE
-        ranks = model_ranks(getattr(settings.get("wire"), "model_parallel", None), self.device)
-        self.meet_model(ranks, None if ranks else first_mesh(params))
+        transport, wire = make_transport(group_of(process_group), self.device), WIRE
+        parts = model_ranks(getattr(settings.get("wire"), "model_parallel", None), self.device)
+        self.ranks = World(transport, self.device, parts, None if parts else first_mesh(params))
         try:
             if error is not None:
                 raise error
@@ -118,7 +112,7 @@ class Keeper(torch.optim.Optimizer):
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
             self.param_groups[0][KEY] = ""
             self.put_lr_on_the_device()
-            if ranks and options.bucket_count > 1:
+            if parts and options.bucket_count > 1:
                 raise ValueError(
                     f"buckets must be None, and overlap False, with Wire(model_parallel=...), got "
                     f"{options.bucket_count} buckets: parts of a model skip a step together, before anything is sent"
@@ -130,10 +124,7 @@ class Keeper(torch.optim.Optimizer):
             self._check_16_bits()
             self.masks: dict[Tensor, Tensor] = dict(masks)
             check_device(self.device)
-            self.levels = None if wire.hierarchy is None else self._levels_of(wire.hierarchy)
-            self.inside = self.inside if self.levels is None else self.levels[1]
-            for group in self.model_parallel.groups:  # counted as one
-                group.transport.traffic = self.inside.traffic
+            self.ranks.take_levels(None if wire.hierarchy is None else self._levels_of(wire.hierarchy))
         except Exception as caught:
             error = caught
         self._agree_on_everything(error, wire.broadcast_parameters)
@@ -141,16 +132,9 @@ class Keeper(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- construction
 
-    def meet_model(self, ranks: Sequence[Transport], mesh: DeviceMesh | None = None) -> None:
-        """Take the ranks that hold other parts of this rank's model: ``model_parallel``, from inside out, or a mesh."""
-        self.shards = ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), self.device))
-        self.model_parallel = ModelGroup(*map(ShardGroup, ranks))
-        self.model = ModelGroup(self.shards, *self.model_parallel.groups)
-        self.inside = self.shards.transport  # between ranks of one replica, or of one node
-
     def take_parameters(self) -> None:
         """List the groups' parameters, and those that model-parallel ranks have alike; raise if they can't be used."""
-        ranks = self.model_parallel.groups
+        ranks = self.ranks.model_parallel.groups
         self.parameters = plist = ParameterList(self.param_groups, self.options.master_weights, bool(ranks))
         self.replicas = replicas(plist.owners, plist.names, ranks[0].transport) if ranks else [False] * len(plist)
 
@@ -161,12 +145,12 @@ class Keeper(torch.optim.Optimizer):
 
     def _check_shards(self) -> None:
         """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
-        averaged = getattr(self.transport, "group", None), self.transport.world_size
-        for group in self.model_parallel.groups:
+        averaged = getattr(self.ranks.transport, "group", None), self.ranks.transport.world_size
+        for group in self.ranks.model_parallel.groups:
             if isinstance(group.transport, TorchTransport):
                 check_groups(group.transport.group, *averaged)
         mesh = self.parameters.mesh
-        if mesh is None or self.model_parallel.groups:
+        if mesh is None or self.ranks.model_parallel.groups:
             return
         if not self.takes_shards:
             raise ValueError(
@@ -178,9 +162,9 @@ class Keeper(torch.optim.Optimizer):
     def _levels_of(self, hierarchy: Any) -> tuple[Transport, Transport]:
         """Return the ranks between nodes and those inside one; TypeError or ValueError if they are not to be had."""
         self.check_levels()
-        if self.shards.count > 1:
+        if self.ranks.shards.count > 1:
             raise ValueError("hierarchy must be None where parameters are sharded: fully_shard is one already")
-        return levels(hierarchy, self.transport, self.device)
+        return levels(hierarchy, self.ranks.transport, self.device)
 
     def check_levels(self) -> None:
         """Raise ValueError if this optimizer, as it is, can't work in two levels."""
@@ -188,10 +172,10 @@ class Keeper(torch.optim.Optimizer):
     def set_up(self, block_size: int | None = None) -> None:
         """Make all that follows from parameters, options and ranks; ``block_size`` is a checkpoint's."""
         self.published: set[str] = set()  # names of entries of ``state`` that are ours
-        alone, options = self.transport.world_size == self.shards.count == 1, self.options
+        alone, options = self.ranks.transport.world_size == self.ranks.shards.count == 1, self.options
         how = self.device, alone, options.nonfinite, options.capturable
         self.steps = Steps(type(self).__name__, self.parameters.owners, *how)
-        self.rows = Rows(self.transport, self.shards, self.device)
+        self.rows = Rows(self.ranks.transport, self.ranks.shards, self.device)
         _ = self.rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
         self.given_block_size = block_size
         self.saving_group: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
@@ -229,15 +213,15 @@ class Keeper(torch.optim.Optimizer):
 
     def _laid_out(self) -> FlatLayout:
         """Return the flat index space; as long for each shard, so that checkpoints are rectangular."""
-        sizes, chunks = self.parameters.sizes, self.transport.world_size * self.options.bucket_count
+        sizes, chunks = self.parameters.sizes, self.ranks.transport.world_size * self.options.bucket_count
         given = self.options.block_size or self.given_block_size
         block_size = given or choose_block_size(sizes, chunks)
-        if self.shards.count == 1:
+        if self.ranks.shards.count == 1:
             return FlatLayout(sizes, chunks, block_size)
         if given is None:
-            block_size = -int(self.shards.max(torch.tensor([-block_size], device=self.device)))
+            block_size = -int(self.ranks.shards.max(torch.tensor([-block_size], device=self.device)))
         blocks = torch.tensor([FlatLayout(sizes, chunks, block_size).n_blocks], device=self.device)
-        return FlatLayout(sizes, chunks, block_size, int(self.shards.max(blocks)))
+        return FlatLayout(sizes, chunks, block_size, int(self.ranks.shards.max(blocks)))
 
     def put_live(self, live: LiveTable) -> None:
         """Let these elements count, and tell ops so."""
@@ -279,35 +263,6 @@ class Keeper(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- agreement
 
-    def agree_on(
-        self,
-        facts: list[Fact],
-        of_shards: Sequence[Fact] = (),
-        error: Exception | None = None,
-        hint: str = "",
-        of_model: Sequence[Fact] = (),
-        of_replicas: Sequence[Fact] = (),
-    ) -> None:
-        """Return on all ranks, or raise on all.
-
-        ``of_shards`` is what ranks with other shards have alike too, ``of_model`` all that hold parts of the model, and
-        ``of_replicas`` those of them that hold some of its parameters alike.
-        """
-        error = failure(lambda: agree(self.transport, facts, self.device, error, hint))
-        error = failure(lambda: agree(self.shards.transport, of_shards, self.device, error, hint, "shard"))
-        for group in self.model_parallel.groups:
-            error = self._disagreement(group, [*of_model, *of_replicas], error, hint)
-            of_replicas = ()
-        if error is not None:
-            raise error
-
-    def _disagreement(
-        self, group: ShardGroup, facts: Sequence[Fact], error: Exception | None, hint: str
-    ) -> Exception | None:
-        """Return what all model-parallel ranks of a group raise, unless they state the same and none has an error."""
-        hint += f"{'; ' * bool(hint)}set tensor_model_parallel = True on a plain tensor that is a shard"
-        return failure(lambda: agree(group.transport, facts, self.device, error, hint, "model-parallel rank"))
-
     def values_of_replicas(self) -> list[Fact]:
         """Return checksums of the parameters that model-parallel ranks have alike."""
         return self.parameters.values([i for i, shared in enumerate(self.replicas) if shared])
@@ -326,11 +281,11 @@ class Keeper(torch.optim.Optimizer):
         alike = [] if error else zip(self.parameters.facts()[1:], self.replicas, strict=True)
         of_replicas = [fact for fact, shared in alike if shared]
         hint = "construct the optimizer alike on every rank"
-        self.agree_on(facts, of_all, error, hint, of_model, of_replicas)
+        self.ranks.agree(facts, of_all, error, hint, of_model, of_replicas)
         if broadcast:
             self.parameters.before_update()
             for dense in self.parameters.dense:
-                self.transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
+                self.ranks.transport.broadcast(dense.detach().as_strided((dense.numel(),), (1,)))
             with torch.no_grad():
                 self.parameters.after_update()
         self._agree_on_values(
@@ -339,7 +294,7 @@ class Keeper(torch.optim.Optimizer):
 
     def _agree_on_values(self, hint: str) -> None:
         """Return on all ranks if all have the same parameters; else raise on all, naming the first that differs."""
-        self.agree_on(self.parameters.values(), hint=hint, of_replicas=self.values_of_replicas())
+        self.ranks.agree(self.parameters.values(), hint=hint, of_replicas=self.values_of_replicas())
 
     def agree_on_loaded(self) -> None:
         """Compare parameters as ``_agree_on_values``, in the first step after a load: models may be loaded later.
@@ -347,7 +302,7 @@ class Keeper(torch.optim.Optimizer):
         Nothing to do for one rank alone; nor within a round, where each rank has parameters of its own, and will take
         those of the round's beginning, on which all have agreed while they loaded.
         """
-        if self.transport.world_size * self.model_parallel.count > 1 and self.synchronised:
+        if self.ranks.transport.world_size * self.ranks.model_parallel.count > 1 and self.synchronised:
             self._agree_on_values(
                 "the checkpoint's model must be loaded alike on every rank. This was found at the first step after "
                 "load_state_dict(), and no parameter was changed"
@@ -366,8 +321,8 @@ class Keeper(torch.optim.Optimizer):
         return [
             ("the optimizer", type(self).__name__),
             *((name, stated(getattr(options, name))) for name in options.names()),
-            ("the number of ranks of a node", str(self.inside.world_size)),
-            ("the number of model-parallel ranks", str(self.model_parallel.count)),
+            ("the number of ranks of a node", str(self.ranks.inside.world_size)),
+            ("the number of model-parallel ranks", str(self.ranks.model_parallel.count)),
             *plist.facts(),
             ("the number of groups", str(len(self.param_groups))),
             *((f"the group of {name}", str(n)) for name, n in zip(plist.names, plist.group_of, strict=True)),
@@ -509,8 +464,8 @@ class Keeper(torch.optim.Optimizer):
 
     def cut(self) -> dict[str, int]:
         """Return by what the rows along the flat index space are ordered: ranks, buckets, ranks of a node."""
-        inside = 1 if self.levels is None else self.levels[1].world_size
-        return {"world_size": self.transport.world_size, "buckets": self.options.bucket_count, "inside": inside}
+        inside = 1 if self.ranks.levels is None else self.ranks.levels[1].world_size
+        return {"world_size": self.ranks.transport.world_size, "buckets": self.options.bucket_count, "inside": inside}
 
     def cut_alike(self, header: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint's rows are ordered by the same."""

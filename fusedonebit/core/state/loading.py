@@ -43,7 +43,7 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
         raise
     except Exception as caught:
         error = caught
-    keeper.agree_on(facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
+    keeper.ranks.agree(facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
     try:
         with keeper.steps.whole("load_state_dict()"):
             _take_up(keeper, state_dict, header, states)
@@ -53,7 +53,7 @@ def load(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
         error = failure(lambda: call_hooks(keeper, "load_state_dict_post"))
     elif isinstance(error, CollectiveError):
         raise error
-    keeper.agree_on([], [], error, "load_state_dict() did not end well there: load on all ranks anew")
+    keeper.ranks.agree([], [], error, "load_state_dict() did not end well there: load on all ranks anew")
 
 
 def take_state(keeper: Keeper, state_dict: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ def check_header(keeper: Keeper, header: State) -> None:
         return
     own = {
         "algorithm": type(keeper).__name__,
-        "shards": keeper.shards.count,
+        "shards": keeper.ranks.shards.count,
         "block_size": keeper.options.block_size or header["block_size"],
         "strides": keeper.parameters.strides(),
     }
@@ -249,7 +249,7 @@ def _merged_groups(keeper: Keeper, saved: Sequence[Mapping[str, Any]]) -> list[d
 
 def _masked_otherwise(keeper: Keeper, header: State) -> list[str]:
     """Return the parameters of which a checkpoint had another mask; of shards nothing is known."""
-    if keeper.shards.count > 1:
+    if keeper.ranks.shards.count > 1:
         return []
     was, now = header.get("masks", {}), masks(keeper)
     return [name for i, name in enumerate(keeper.parameters.names) if was.get(str(i)) != now.get(str(i))]
@@ -340,7 +340,7 @@ def _fill(keeper: Keeper, states: Sequence[State], header: State, saved_groups: 
     if any(added):
         shared = header.keys() & {key for key, field in keeper.header_fields.items() if field.one_per == "updates"}
         header = {**header, **{key: [header[key] - before for before in added] for key in shared}}
-    keeper.transport.traffic.bytes_total = header.get("bytes_total", 0)
+    keeper.ranks.transport.traffic.bytes_total = header.get("bytes_total", 0)
     keeper.resume(header)
     compressed = is_compressed(header)
     for spec, i in entries.of(keeper, compressed, header["names"]):

@@ -155,7 +155,7 @@ def numerics(keeper: Keeper) -> dict[str, Any]:
 def masks(keeper: Keeper) -> dict[str, int]:
     """Return checksums of the masks by parameter; of shards, which differ, none."""
     given, owners = keeper.masks, enumerate(keeper.parameters.owners)
-    whole = keeper.shards.count == 1
+    whole = keeper.ranks.shards.count == 1
     return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
 
 
@@ -170,13 +170,13 @@ def _header(keeper: Keeper) -> dict[str, Any]:
         "steps": keeper.steps.count.total,
         "skipped": keeper.steps.outcomes.skipped,
         "rank": int(keeper.rows.rank()),
-        "shards": keeper.shards.count,
+        "shards": keeper.ranks.shards.count,
         "block_size": keeper.layout.block_size,
         "line": keeper.layout.numel,
         "strides": keeper.parameters.strides(),
         "masks": masks(keeper),
         "options": numerics(keeper),
-        "bytes_total": keeper.transport.traffic.bytes_total,
+        "bytes_total": keeper.ranks.transport.traffic.bytes_total,
         **keeper.cut(),
         **keeper.plain_state(),
     }
