@@ -259,7 +259,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
 
     def begun(self):
         kept = table(self)
-        made = self.coefficients.fresh(self._taken, self.coefficients._made)
+        made = self.coefficients.fresh(self.hyper.taken, self.coefficients._made)
         compare(kept, made, RENEWED if self.coefficients.renews else ())
         if not getattr(self, "_local", 0):
             of_round.clear()
@@ -269,7 +269,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
     def exchanged(self, compress, told, coef):
         result = synchronise(self, compress, told, coef)
         if self.coefficients.renews:
-            made = self.coefficients.fresh(self._taken, self.coefficients._made)
+            made = self.coefficients.fresh(self.hyper.taken, self.coefficients._made)
             if len(of_round) > 1:
                 made[:, Coef.STEP_SIZE] = sum(each[:, Coef.STEP_SIZE] for each in of_round) / len(of_round)
                 made[:, Coef.DECAY] = math.prod(each[:, Coef.DECAY] for each in of_round)

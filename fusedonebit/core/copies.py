@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm import LocalTransport, Traffic, Transport, make_transport
 from .given import first_device
+from .hyper_parameters import HyperParameters
 from .sharding import local
 from .state.header import is_compressed
 from .state.keeper import Keeper
@@ -80,7 +81,7 @@ def _content(optimizer: Keeper) -> dict[str, Any]:
     return {
         "defaults": optimizer.defaults,
         "param_groups": optimizer.param_groups,
-        "hyper_parameters": optimizer.hyper_parameters,
+        "hyper_parameters": optimizer.hyper.names,
         "options": optimizer.options,
         "masks": optimizer.masks,
         "saved": _each_tensor(save(optimizer), local),
@@ -94,9 +95,8 @@ def _rebuild(
     torch.optim.Optimizer.__setstate__(
         optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)}
     )
-    optimizer.lr_tensors = []
-    optimizer.options, optimizer.hyper_parameters = content["options"], content["hyper_parameters"]
-    optimizer.device = first_device(groups)
+    optimizer.options, optimizer.device = content["options"], first_device(groups)
+    optimizer.hyper = HyperParameters(content["hyper_parameters"], optimizer.device, optimizer.options.capturable)
     optimizer.ranks = World(transport, optimizer.device, levels=levels)
     optimizer.take_parameters()
     optimizer.masks = content["masks"]

@@ -173,7 +173,6 @@ class DistributedOptimizer(Keeper):
         steps.number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
         try:
-            self.put_lr_on_the_device()
             self.take_hyper_parameters()
             grads = given if checked else self.parameters.usable(given, self.nothing)
         except Exception as caught:
@@ -307,7 +306,7 @@ class DistributedOptimizer(Keeper):
 
     def coefficient_table(self) -> Tensor:
         """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
-        return self.coefficients(self._taken, Made(self.steps.of_each))
+        return self.coefficients(self.hyper.taken, Made(self.steps.of_each))
 
     def _united(self, flags: Tensor) -> Tensor:
         """Return the flags that any rank with a part of the model has, int32 [1]: all skip a step together."""
@@ -376,7 +375,7 @@ class DistributedOptimizer(Keeper):
     def _say_where(self, what: str) -> str:
         if self.ranks.model_parallel.count > 1:
             what = f"model-parallel ranks differ in the number of steps, or some of them have found: {what}"
-        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper_parameters) for group in self.param_groups)
+        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper.names) for group in self.param_groups)
         return f"{what}. On rank {self.ranks.transport.rank}, in its step {self.steps.count.total}: {here}"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class MarsitOptimizer(MarsitState):
         factor = self._one if agreed.factor is None else agreed.factor
         hold = self._no_flags if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
-        decays = any(group["weight_decay"] for group in self._taken)
+        decays = any(group["weight_decay"] for group in self.hyper.taken)
         how = (factor, hold, decays, moves, self._kept_now if moves else None)
         part.add(self.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, *how)
 

@@ -136,7 +136,7 @@ class RoundOptimizer(CompressingOptimizer):
 
         One on another device may be: the host does not wait to know.
         """
-        rates = [group["lr"] for group in self._taken]
+        rates = [group["lr"] for group in self.hyper.taken]
         return any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) == 0.0 for lr in rates)
 
     def _leaving_out(self, coef: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class OneBitOptimizer(TwoStageState):
         self._before_compression()
         self.averages.drop()
         self.warm_up.follows = False
-        self.coefficients.freeze_variance(self._taken)
+        self.coefficients.freeze_variance(self.hyper.taken)
         if self.living is not None:
             self.living.begin(self, dead.mean)
             dead.mean.copy_(self.living.mean_sq)

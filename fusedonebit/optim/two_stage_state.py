@@ -154,7 +154,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         waiting = None if self._phase == "warmup" or self.options.precondition else self.living
         mean_sq = None if waiting is None else waiting.mean_sq
         made = Made(self.steps.of_each, warm_up.entered, warm_up.follows, self._unit, mean_sq)
-        return self.coefficients(self._taken, made)
+        return self.coefficients(self.hyper.taken, made)
 
     # ---------------------------------------------------------------- what the guard is told
 
@@ -243,7 +243,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
         self.warm_up.follows = False
         if self.coefficients.variance_betas is None:  # written before it was kept
-            self.coefficients.freeze_variance(self._taken)
+            self.coefficients.freeze_variance(self.hyper.taken)
         self._exclude(self.warm_up.dead_tensors)
 
     def resumed(self, header: Mapping[str, Any]) -> None:

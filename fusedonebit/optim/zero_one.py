@@ -164,10 +164,10 @@ class ZeroOneAdam(ZeroOneState):
     def coefficient_table(self) -> Tensor:
         # A renewal is AdamW's step, whose correction follows betas[1]; else it stays that of the last renewal.
         if self.own is not None:  # each step is a worker's own, and its v's bias that of so many
-            return self.coefficients(self._taken, Made(self.steps.of_each, rho=self.own.rho))
+            return self.coefficients(self.hyper.taken, Made(self.steps.of_each, rho=self.own.rho))
         renews = self._phase == "uncompressed"
         made = Made(self.steps.of_each, self._entered, renews=True) if renews else self._of_bits
-        return self.coefficients(self._taken, made)
+        return self.coefficients(self.hyper.taken, made)
 
     def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         if self._phase == "uncompressed":
@@ -178,7 +178,7 @@ class ZeroOneAdam(ZeroOneState):
         """Take a step of AdamW on averaged gradients, which also renews v (Algorithm 1, line 15)."""
         self._make_floats(coef, renews=True)
         flags = self._average(grads, coef, abort)
-        self.coefficients.freeze_variance(self._taken)
+        self.coefficients.freeze_variance(self.hyper.taken)
         self._mean_sq = self._means()
         self._as_floats = True
         self._end_round(self._round)

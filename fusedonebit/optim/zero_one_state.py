@@ -284,11 +284,11 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             return
         layout, options = self.layout, self.options
         if renews:
-            coef = self.coefficients.fresh(self._taken, Made(self.steps.of_each, self._entered, renews=False))
+            coef = self.coefficients.fresh(self.hyper.taken, Made(self.steps.of_each, self._entered, renews=False))
         v, inside = self.exp_avg_sq if options.precondition else None, self._eps_inside_sqrt and not renews
         self._rebuild(self._summed, self._awaited, v, inside, coef, self.exp_avg)
         if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
-            floored = self.coefficients.fresh(self._taken, self._of_bits)
+            floored = self.coefficients.fresh(self.hyper.taken, self._of_bits)
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
                 v = self.exp_avg_sq[part]
@@ -364,7 +364,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
             self._entered = self.steps.of_each.clone()
             if self.own is None:
-                self.coefficients.freeze_variance(self._taken)
+                self.coefficients.freeze_variance(self.hyper.taken)
             else:
                 self.own.begin(self.steps.of_each)
             if header["updates"]:  # else there is no variance yet
@@ -400,7 +400,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             part = part * (self._awaited[i] > 0)
         if not options.precondition:
             return part
-        k = self.coefficients.fresh(self._taken, self._of_bits)[i]
+        k = self.coefficients.fresh(self.hyper.taken, self._of_bits)[i]
         return part * denominator(
             self.parameters.shaped(self.exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt
         )

@@ -24,8 +24,9 @@ from ...triton_kernels.tables import tables_of
 from ..arguments import check_keys
 from ..consensus import check_corrections, check_device, check_masks, check_rounding, failure
 from ..given import first_device, first_mesh, materialise, materialise_group
+from ..hyper_parameters import HyperParameters
 from ..interrupts import SignalsWait
-from ..options import CoefficientTable, check_group, check_lr, numbers, read_once, stated
+from ..options import CoefficientTable, check_group, numbers, stated
 from ..params import ParameterList
 from ..settings import NUMERICS, WIRE, Options, Params, Ranks
 from ..sharding import check_groups, group_of, levels, local, model_ranks, replicas
@@ -77,8 +78,6 @@ class Keeper(torch.optim.Optimizer):
 
     options: Options
     _built: bool = False
-    rates: Tensor | None = None
-    """Where capturable the groups' learning rates, of which ``lr_tensors`` are views: float32 [groups]."""
 
     def __init__(
         self,
@@ -88,9 +87,6 @@ class Keeper(torch.optim.Optimizer):
         process_group: Ranks = None,
         **settings: Any,
     ) -> None:
-        # Of a group; torch adds others to its own table.
-        self.hyper_parameters = (*defaults, *self.settings.grouped)
-        self.lr_tensors: list[Tensor] = []
         # From here to the agreement no rank may leave on its own: the others would wait for it.
         params, error = materialise(params)
         self.device = first_device(params)
@@ -102,6 +98,9 @@ class Keeper(torch.optim.Optimizer):
                 raise error
             self.options = options = self.settings.of(type(self).__name__, settings)
             options.check()
+            # Of a group; torch adds others to its own table.
+            names = (*defaults, *self.settings.grouped)
+            self.hyper = HyperParameters(names, self.device, options.capturable)
             wire = settings.get("wire", wire)
             if wire.hierarchy is None and wire.hierarchy_dtype is not torch.float32:
                 got = f"got {wire.hierarchy_dtype!r}"
@@ -111,7 +110,7 @@ class Keeper(torch.optim.Optimizer):
             super().__init__(params, defaults)
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
             self.param_groups[0][KEY] = ""
-            self.put_lr_on_the_device()
+            self.hyper.keep_rates(self.param_groups)
             if parts and options.bucket_count > 1:
                 raise ValueError(
                     f"buckets must be None, and overlap False, with Wire(model_parallel=...), got "
@@ -192,8 +191,8 @@ class Keeper(torch.optim.Optimizer):
         self.put_live(self.active_mask())
         self.allocate()
         self.steps.begin_anew(len(plist))
-        self._taken: list[dict[str, Any]] = []
-        self.put_lr_on_the_device()
+        self.hyper.taken = []
+        self.hyper.keep_rates(self.param_groups)
         self.coefficients = self._make_table()
         self.take_hyper_parameters()
         self._phase = next(iter(self.phases))
@@ -203,7 +202,7 @@ class Keeper(torch.optim.Optimizer):
         """Make what computes coefficients."""
         group_of, corrected = self.parameters.group_of, self.options.bias_correction
         options["linear"] = self.linear
-        return CoefficientTable(group_of, self.device, corrected, self.columns, self.rates, **options)
+        return CoefficientTable(group_of, self.device, corrected, self.columns, self.hyper.rates, **options)
 
     def allocate(self) -> None:
         """Make the tensors that are declared, and room for corrections."""
@@ -314,7 +313,7 @@ class Keeper(torch.optim.Optimizer):
         groups = [
             (f"{key} of group {i}", repr(value.tolist() if isinstance(value := group[key], Tensor) else value))
             for i, group in enumerate(map(numbers, self.param_groups))
-            for key in self.hyper_parameters
+            for key in self.hyper.names
         ]
         checksums = {p: f"checksum {checksum(local(mask).contiguous())}" for p, mask in self.masks.items()}
         named = list(zip(plist.owners, plist.names, strict=True))
@@ -389,49 +388,27 @@ class Keeper(torch.optim.Optimizer):
         self._add_group(materialise_group(param_group))
         for i, group in enumerate(self.param_groups):  # all: laid out anew, no step sees what was changed before
             self.check_group(numbers(group), f"group {i}")
-        self.put_lr_on_the_device()
+        self._keep_rates()
         self.take_parameters()
         self._check_16_bits()
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         where = f"group {len(self.param_groups) - 1}"
-        check_keys(self.param_groups[-1], where, type(self).__name__, self.hyper_parameters, self.settings)
+        check_keys(self.param_groups[-1], where, type(self).__name__, self.hyper.names, self.settings)
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
 
-    def put_lr_on_the_device(self) -> None:
-        """Keep, where capturable, learning rates in tensors that stay, as captured graphs read them again."""
-        if not self.options.capturable:
-            return
-        if len(self.lr_tensors) < len(self.param_groups):
-            self.rates = torch.zeros(len(self.param_groups), device=self.device)
-            self.lr_tensors = list(self.rates.unbind())
-            if self._built:
-                self.coefficients.lr = self.rates
-        for i, group in enumerate(self.param_groups):
-            if group["lr"] is not self.lr_tensors[i]:
-                check_lr(group["lr"], f" in group {i}")
-                self.lr_tensors[i].fill_(group["lr"])
-                group["lr"] = self.lr_tensors[i]
-
     def take_hyper_parameters(self) -> None:
-        """Check the groups' hyper-parameters where they were changed; a bad one leaves the last good ones."""
-        for i, group in enumerate(self.param_groups):
-            if lacking := [key for key in self.hyper_parameters if key not in group]:
-                raise ValueError(f"group {i} lacks {', '.join(lacking)}; add groups by add_param_group() alone")
-            read_once(group)
-            # These alone: a scheduler keeps tensors of its own in a group, and reading one waits for the device.
-            taken = numbers({key: group[key] for key in self.hyper_parameters})
-            if isinstance(group["lr"], Tensor) and not self.options.capturable:
-                check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
-            if i == len(self._taken):
-                self._taken.append(taken)
-            elif not _same(taken, self._taken[i]):
-                self.check_group({**group, **taken}, f"group {i}")
-                self._taken[i] = taken
+        """Take the groups' hyper-parameters, where they were changed, for the steps that follow."""
+        self._keep_rates()
+        self.hyper.take(self.param_groups, self.check_group)
+
+    def _keep_rates(self) -> None:
+        self.hyper.keep_rates(self.param_groups)
+        self.coefficients.lr = self.hyper.rates
 
     # ---------------------------------------------------------------- what it keeps
 
@@ -498,11 +475,3 @@ class Keeper(torch.optim.Optimizer):
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         """Take note that the buffers are filled."""
-
-
-def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    # Tensors are the same or not: comparing values would wait for the device.
-    def same(a: Any, b: Any) -> bool:
-        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-    return taken.keys() == before.keys() and all(same(taken[key], before[key]) for key in taken)

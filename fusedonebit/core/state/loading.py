@@ -158,7 +158,7 @@ def _examined(
     states: Sequence[State] = ()
     try:
         told = header_of(state_dict)
-        _check_groups(keeper, state_dict, of_adamw=told is None and "betas" in keeper.hyper_parameters)
+        _check_groups(keeper, state_dict, of_adamw=told is None and "betas" in keeper.hyper.names)
         states = by_parameter(keeper, state_dict)
         header = _check(keeper, told, states, verified)
         return header, states, _facts(keeper, states, header)
@@ -241,7 +241,7 @@ def _check_groups(keeper: Keeper, state_dict: Mapping[str, Any], of_adamw: bool)
 
 def _merged_groups(keeper: Keeper, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
-    foreign = {*OF_GROUPS, KEY, "added_at"} - set(keeper.hyper_parameters)
+    foreign = {*OF_GROUPS, KEY, "added_at"} - set(keeper.hyper.names)
     own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in keeper.param_groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
