@@ -161,11 +161,11 @@ class Workload:
 
     def flatten(self) -> partial[None]:
         out = torch.zeros(self.layout.numel + TAIL, device=self.device)
-        arguments = (self.grads, self.places, 1.0, None, out)
+        arguments = (self.grads, self.layout.sizes, self.layout.block_size, 1.0, None, out)
         return partial(ops.flatten, *arguments)
 
     def gradient_squares(self) -> partial[None]:
-        where = (self.grads, self.places, LARGEST_GRADIENT, None)
+        where = (self.grads, self.layout.sizes, self.layout.block_size, LARGEST_GRADIENT, None)
         squares = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=self.device)
         sums, total = torch.zeros_like(squares[::PIECE]).contiguous(), torch.zeros_like(squares[0])
         tickets = torch.zeros(1 + len(sums), dtype=torch.int32, device=self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def arguments(
     block: int = 128,
     skip: int = 0,
     **layout: object,
-) -> tuple:
+) -> Any:
     """An op's arguments after ``step`` updates, or None to round to nearest; dtypes take turns."""
     p = Problem(sizes, 2, block, **layout)
     # What bfloat16 can represent, also where a test keeps it in float32 to see what would be rounded.
@@ -182,12 +183,12 @@ def test_what_bfloat16_can_represent_stays_and_only_above_its_largest_is_infinit
     assert stochastic(above, torch.tensor([1], dtype=torch.int32)).item() == torch.inf
 
 
-def with_special(op: str, step: int) -> tuple:
+def with_special(op: str, step: int) -> Any:
     given = arguments(op, step, (300,))
     given[0][0][:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40]).bfloat16()
     # The NaN that GPUs make: a carry would make -0.0 of it. In a momentum, or in the scale of the second block.
-    momentum, at = {"adam_update": (4, 200), "apply_momentum": (4, 1), "lamb_move": (3, 200)}[op]
-    given[momentum].view(torch.int32)[at] = 0x7FFFFFFF
+    momentum, at = (given.exp_avg.scale, 1) if op == "apply_momentum" else (given.exp_avg, 200)
+    momentum.view(torch.int32)[at] = 0x7FFFFFFF
     return given
 
 

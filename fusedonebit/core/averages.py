@@ -26,13 +26,11 @@ class Averages:
 
     Attributes:
         buffer: The gradients, and the handshake behind them: float32 [P + TAIL + tensors]; None: nobody averages.
-        digest: Checksum of what all ranks have received last, which the next handshake compares: int64 [1].
     """
 
     def __init__(self, layout: FlatLayout, transport: Transport, device: torch.device) -> None:
         self.layout, self.transport, self.device = layout, transport, device
         self.buffer: Tensor | None = None
-        self.digest = torch.zeros(1, dtype=torch.int64, device=device)
         self._listed: Listed | None = None
         self._differs = torch.zeros(5, dtype=torch.bool, device=device)
 
@@ -69,6 +67,7 @@ class Averages:
         handshake: Handshake,
         loss_scale: LossScale,
         updates: Tensor,
+        digest: Tensor | None,
         *,
         abort: bool,
         averaged: bool,
@@ -79,7 +78,9 @@ class Averages:
             grads: This rank's; all ranks' mean where DDP has ``averaged`` them: then only the handshake is summed.
             handshake: Of this step.
             loss_scale: A GradScaler's.
-            updates: Done so far, int64 [], part of the digest.
+            updates: Done so far, int64 [], part of the next digest.
+            digest: Checksums of what all ranks have received last, int64 [n], of which the handshake compares the
+                first, and which is written for the next; None: nobody compares.
             abort: Whether this rank can't take the step.
 
         Returns:
@@ -87,7 +88,7 @@ class Averages:
         """
         buffer, ranks = self.make() if self.buffer is None else self.buffer, self.transport.world_size
         values, tail = self.values, buffer[self.layout.numel :]
-        handshake.write(tail, abort, loss_scale.found_inf, self._compared)
+        handshake.write(tail, abort, loss_scale.found_inf, None if digest is None else digest[0])
         share, layout = 1.0 if averaged else 1 / ranks, self.layout
         flatten(grads, layout.sizes, layout.block_size, share, loss_scale.factor(), buffer[: layout.numel + TAIL])
         if averaged:  # somebody may have changed or dropped them since, or unscaled them otherwise, on one rank
@@ -97,31 +98,17 @@ class Averages:
         flags, self._differs = handshake.read(tail)
         if loss_scale.found_inf is not None:
             flags = flags | overflow_flags(tail[HandshakeWord.OVERFLOW], ranks)
-        self._digest_of(summed, flags, updates)
+        _sum_up(summed, flags, updates, digest)
         return flags, handshake.absent(tail)
 
-    def skip(self, handshake: Handshake, updates: Tensor) -> Tensor:
+    def skip(self, handshake: Handshake, updates: Tensor, digest: Tensor | None) -> Tensor:
         """Take part with nothing in a step that all ranks throw away; return its flags, int32 [1]."""
         tail = torch.zeros(TAIL + len(self.layout.sizes) + 1, device=self.device)[:-1]
-        handshake.write(tail, False, None, self._compared)
+        handshake.write(tail, False, None, None if digest is None else digest[0])
         self.transport.all_reduce(tail)
         flags, _ = handshake.read(tail)
-        self._digest_of(tail, flags, updates)
+        _sum_up(tail, flags, updates, digest)
         return flags
-
-    @property
-    def _compared(self) -> Tensor | None:
-        return None if self.transport.world_size == 1 else self.digest[0]
-
-    def _digest_of(self, summed: Tensor, flags: Tensor, updates: Tensor) -> None:
-        """Make the next digest of a sum over the ranks, which all have received, and of updates done.
-
-        Of a sum that ``flags`` int32 [1] make all ranks throw away nothing counts: libraries may hand out NaNs of
-        several kinds.
-        """
-        if self.transport.world_size > 1:
-            words = sum_of_words(summed.as_strided((len(summed) + len(summed) % 2,), (1,)))
-            torch.add(words * (flags == 0), updates, out=self.digest[:1])
 
     def describe(self, under_ddp: bool) -> str:
         """Name what ranks have differed in; waits for the device."""
@@ -138,7 +125,18 @@ class Averages:
 
     def held(self) -> list[Tensor]:
         """Return what the next step needs of the last, and what is allocated for it."""
-        return [*([] if self.buffer is None else [self.buffer]), self.digest, self._differs]
+        return [*([] if self.buffer is None else [self.buffer]), self._differs]
+
+
+def _sum_up(summed: Tensor, flags: Tensor, updates: Tensor, digest: Tensor | None) -> None:
+    """Make the next digest of a sum over the ranks, which all have received, and of updates done.
+
+    Of a sum that ``flags`` int32 [1] make all ranks throw away nothing counts: libraries may hand out NaNs of several
+    kinds.
+    """
+    if digest is not None:
+        words = sum_of_words(summed.as_strided((len(summed) + len(summed) % 2,), (1,)))
+        torch.add(words * (flags == 0), updates, out=digest[:1])
 
 
 class ElementFlags:

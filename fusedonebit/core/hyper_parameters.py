@@ -29,10 +29,15 @@ class HyperParameters:
 
     def __init__(self, names: Sequence[str], device: torch.device, capturable: bool) -> None:
         self.names = tuple(names)
-        self.taken: list[dict[str, Any]] = []
         self.rates: Tensor | None = None
         self._device, self._capturable = device, capturable
         self._views: list[Tensor] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was taken: groups may have others, in another order."""
+        self.taken: list[dict[str, Any]] = []
+        self._last: list[tuple[list[Any], list[Any]] | None] = []  # values and their types, where nobody can fill them
 
     def keep_rates(self, groups: Sequence[dict[str, Any]]) -> None:
         """Put learning rates into ``rates``, and views of that into the groups, if steps may be captured."""
@@ -50,6 +55,11 @@ class HyperParameters:
     def take(self, groups: Sequence[dict[str, Any]], check: Check) -> None:
         """Take those that were changed, once they are checked; a bad one leaves the last good ones."""
         for i, group in enumerate(groups):
+            given = [group.get(name) for name in self.names]
+            kinds = [tuple(map(type, value)) if type(value) is tuple else type(value) for value in given]
+            last = self._last[i] if i < len(self._last) else None
+            if last is not None and last[1] == kinds and last[0] == given:
+                continue
             if lacking := [name for name in self.names if name not in group]:
                 raise ValueError(f"group {i} lacks {', '.join(lacking)}; add groups by add_param_group() alone")
             read_once(group)
@@ -62,6 +72,15 @@ class HyperParameters:
             elif not _same(taken, self.taken[i]):
                 check({**group, **taken}, f"group {i}")
                 self.taken[i] = taken
+            self._last[i:] = [(given, kinds) if all(map(_is_plain, given)) else None, *self._last[i + 1 :]]
+
+
+_PLAIN = {int, float, bool, str}
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is what it was as long as it is the same object, or equal to it."""
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
 
 
 def _same(taken: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -226,7 +226,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
 
 def _idle_check(overlap: weakref.ref[OverlappedAllReduce]) -> Callable[[torch.optim.Optimizer, object], None]:
     def check(optimizer: torch.optim.Optimizer, _: object) -> None:
-        if (watching := overlap()) is not None and not vars(optimizer)["broken"]:
+        if (watching := overlap()) is not None and not vars(optimizer)["steps"].broken:
             watching.check_idle()
 
     return check

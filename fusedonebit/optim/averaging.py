@@ -44,10 +44,11 @@ class AveragingOptimizer(DistributedOptimizer):
         super().build()
         self.averages = Averages(self.layout, self.ranks.transport, self.device)
         self.elements = ElementFlags(self.device)
+        self._digest = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     @property
     def digest(self) -> Tensor | None:
-        return None if self.ranks.transport.world_size == 1 else self.averages.digest
+        return None if self.ranks.transport.world_size == 1 else self._digest
 
     @property
     def _is_alone(self) -> bool:
@@ -92,7 +93,9 @@ class AveragingOptimizer(DistributedOptimizer):
         """Average, as ``_exchange`` says, by one all-reduce, or none where DDP has averaged; then update."""
         loss_scale, averages, how = LossScale.of(self), self.averages, {"abort": abort}
         how["averaged"] = self.under_ddp.averaged
-        flags, absent = averages.add_up(grads, self._make_handshake(), loss_scale, self.steps.updates, **how)
+        flags, absent = averages.add_up(
+            grads, self._make_handshake(), loss_scale, self.steps.updates, self.digest, **how
+        )
         flags, self._absent = self.ranks.shards.unite(flags, self._tag_of_shards, absent, len(self.layout.sizes))
         flags = self._united(flags)
         if loss_scale.found_inf is not None:
@@ -120,7 +123,7 @@ class AveragingOptimizer(DistributedOptimizer):
     def _skip_together(self) -> None:
         # Others may be in their step, in which they send their handshake: this is for them.
         with self.steps.whole("zero_grad()"), self.steps.breaking(begun=True):
-            flags = self.averages.skip(self._make_handshake(skips=True), self.steps.updates)
+            flags = self.averages.skip(self._make_handshake(skips=True), self.steps.updates, self.digest)
             self.under_ddp.averaged = False
         if int(flags):
             raise OutOfStepError(
@@ -141,7 +144,7 @@ class AveragingOptimizer(DistributedOptimizer):
     def _held(self) -> list[Tensor]:
         flags = [self.elements.this] if self._is_alone else []
         sums = [] if self._exp_avg_sq_sums is None else [self._exp_avg_sq_sums]
-        return [*super()._held(), *self.averages.held(), *flags, *sums]
+        return [*super()._held(), *self.averages.held(), self._digest, *flags, *sums]
 
     def _describe(self, flag: Flag) -> str:
         return self._describe_handshake()

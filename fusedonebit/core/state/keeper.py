@@ -191,7 +191,7 @@ class Keeper(torch.optim.Optimizer):
         self.put_live(self.active_mask())
         self.allocate()
         self.steps.begin_anew(len(plist))
-        self.hyper.taken = []
+        self.hyper.forget()
         self.hyper.keep_rates(self.param_groups)
         self.coefficients = self._make_table()
         self.take_hyper_parameters()
