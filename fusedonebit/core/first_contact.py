@@ -144,7 +144,7 @@ def trained_by_others(optimizer: Keeper) -> list[str]:
     counts = [
         (type(other).__name__, sum(id(p) in exposed for group in other.param_groups for p in group["params"]))
         for other in (instances(torch.optim.Optimizer) if exposed else ())
-        if not hasattr(other, "ranks") and hasattr(other, "param_groups")
+        if not (hasattr(other, "ranks") or hasattr(other, "transport")) and hasattr(other, "param_groups")
     ]
     name = type(optimizer).__name__
     return [SHARED.format(other=other, count=count, name=name) for other, count in counts if count]

@@ -313,7 +313,8 @@ def _version(name: str) -> str | None:
 def _rank(optimizer: torch.optim.Optimizer) -> int:
     if dist.is_initialized():
         return dist.get_rank()
-    return getattr(getattr(optimizer, "transport", None), "rank", 0)
+    ranks = getattr(optimizer, "ranks", optimizer)
+    return getattr(getattr(ranks, "transport", None), "rank", 0)
 
 
 def _plain(value: Any) -> Any:
