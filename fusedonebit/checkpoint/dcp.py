@@ -376,8 +376,8 @@ def _check_ranks(optimizer: DistributedOptimizer) -> None:
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(
             f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
-            f"{type(optimizer.ranks.transport).__name__}: torch.save() each rank's optimizer.state_dict() in a file of "
-            "its own"
+            f"{type(optimizer.ranks.transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own "
+            "file"
         )
 
 

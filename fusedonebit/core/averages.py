@@ -101,10 +101,14 @@ class Averages:
         _sum_up(summed, flags, updates, digest)
         return flags, handshake.absent(tail)
 
-    def skip(self, handshake: Handshake, updates: Tensor, digest: Tensor | None) -> Tensor:
-        """Take part with nothing in a step that all ranks throw away; return its flags, int32 [1]."""
+    def tail_of(self, handshake: Handshake, digest: Tensor | None) -> Tensor:
+        """Return what ``skip`` sends: a handshake alone, float32 [TAIL + tensors]."""
         tail = torch.zeros(TAIL + len(self.layout.sizes) + 1, device=self.device)[:-1]
         handshake.write(tail, False, None, None if digest is None else digest[0])
+        return tail
+
+    def skip(self, tail: Tensor, handshake: Handshake, updates: Tensor, digest: Tensor | None) -> Tensor:
+        """Take part with nothing in a step that all ranks throw away; return its flags, int32 [1]."""
         self.transport.all_reduce(tail)
         flags, _ = handshake.read(tail)
         _sum_up(tail, flags, updates, digest)

@@ -169,7 +169,8 @@ class DistributedOptimizer(Keeper):
         if not captured:
             steps.outcomes.absorb_replays()
         self.begin_step(captured)
-        steps.note(self.first_steps, ddp, self.ranks.transport.traffic)
+        traffic, noticed = self.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
+        steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
         steps.number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
         try:
@@ -181,8 +182,7 @@ class DistributedOptimizer(Keeper):
             error = self._compare_replicas(error)
         if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
             grads = [self.nothing] * len(self.parameters)
-        about_ranks = self.parameters.owners, grads, self.ranks.transport, self.compresses
-        saw_averages = not captured and ddp.notice(*about_ranks)
+        saw_averages = not captured and ddp.notice(self.parameters.owners, grads, self.ranks.transport, self.compresses)
         looks = not (captured or self.first_steps.over or error is not None)
         said: list[str] = []
         if looks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,17 +47,21 @@ class Steps:
         self._owner, self._device, self._alone = owner, device, alone
         self._how = nonfinite, capturable
         self.count = StepCount(params, device if capturable else None)
-        self.begin_anew(len(params))
+        self.allocate(len(params))
+        self.begin_anew()
 
-    def begin_anew(self, tensors: int) -> None:
-        """Count the updates of so many tensors from 0."""
+    def allocate(self, tensors: int) -> None:
+        """Count updates, of so many tensors, from 0."""
+        self.updates = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.of_each = torch.zeros(tensors, dtype=torch.float64, device=self._device)  # exact up to 2^53
+
+    def begin_anew(self) -> None:
+        """Take note that no step was taken, and that nothing is half done."""
         nonfinite, capturable = self._how
         self.outcomes = Outcomes(self._device, nonfinite)
         self.outcomes.on_replays = self.count.replayed
         if capturable:
             self.outcomes.count_replays(self._device)
-        self.updates = torch.zeros((), dtype=torch.int64, device=self._device)
-        self.of_each = torch.zeros(tensors, dtype=torch.float64, device=self._device)  # exact up to 2^53
         self.number: int | Tensor = 0
         self.begun = self.changing = self.captured = False
         self.broken = ""
@@ -70,9 +74,9 @@ class Steps:
 
     # ---------------------------------------------------------------- a step that fails
 
-    def note(self, *others: object) -> None:
-        """Note all counts before a step, those of ``others`` included; ``end_early`` goes back to them."""
-        self._before = [dict(vars(self.count)), self.outcomes.attempts, [(each, dict(vars(each))) for each in others]]
+    def note(self, *others: tuple[object, Mapping[str, Any]]) -> None:
+        """Note all counts before a step, and attributes of others, as they are now; ``end_early`` goes back to them."""
+        self._before = [dict(vars(self.count)), self.outcomes.attempts, [(each, dict(now)) for each, now in others]]
 
     def go_on(self) -> None:
         """Take note that nothing is taken back from here on: other ranks go on."""

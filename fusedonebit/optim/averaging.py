@@ -34,6 +34,7 @@ class AveragingOptimizer(DistributedOptimizer):
         StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True, kept_in=DTYPE),
     )
     exp_avg_sq: Tensor
+    averages: Averages
     weighs: ClassVar = SQUARES
     reads_gradients: ClassVar[bool] = False
     """Whether a rank alone updates from gradients where they lie, and leaves out elements that do not count; else it
@@ -41,6 +42,8 @@ class AveragingOptimizer(DistributedOptimizer):
 
     def build(self) -> None:
         self._exp_avg_sq_sums: Tensor | None = None  # by block, where somebody watches v
+        if self._built:
+            self.averages.drop()  # before all else is allocated anew
         super().build()
         self.averages = Averages(self.layout, self.ranks.transport, self.device)
         self.elements = ElementFlags(self.device)
@@ -122,8 +125,10 @@ class AveragingOptimizer(DistributedOptimizer):
 
     def _skip_together(self) -> None:
         # Others may be in their step, in which they send their handshake: this is for them.
+        handshake = self._make_handshake(skips=True)
+        tail = self.averages.tail_of(handshake, self.digest)
         with self.steps.whole("zero_grad()"), self.steps.breaking(begun=True):
-            flags = self.averages.skip(self._make_handshake(skips=True), self.steps.updates, self.digest)
+            flags = self.averages.skip(tail, handshake, self.steps.updates, self.digest)
             self.under_ddp.averaged = False
         if int(flags):
             raise OutOfStepError(

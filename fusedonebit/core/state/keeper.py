@@ -190,12 +190,13 @@ class Keeper(torch.optim.Optimizer):
         self._launch_tables = tables_of(self.layout, device)  # kept, because launches share what somebody keeps
         self.put_live(self.active_mask())
         self.allocate()
-        self.steps.begin_anew(len(plist))
+        self.steps.allocate(len(plist))
         self.hyper.forget()
         self.hyper.keep_rates(self.param_groups)
         self.coefficients = self._make_table()
         self.take_hyper_parameters()
         self._phase = next(iter(self.phases))
+        self.steps.begin_anew()
         self.publish_state()
 
     def _make_table(self, **options: Any) -> CoefficientTable:
