@@ -316,6 +316,7 @@ def test_models_optimizers_and_hooks_are_gone_when_nobody_holds_them(how):
 
 
 def compiled(rank: int, world_size: int) -> tuple[str, str]:
+    another = attached(MAKE["OneBitLion"])  # to a model of its own, in the same process
     model, optimizer, _ = attached(MAKE["OneBitAdam"])
     step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
     for number in range(4):
@@ -324,6 +325,7 @@ def compiled(rank: int, world_size: int) -> tuple[str, str]:
         step()
     with pytest.raises(RuntimeError) as caught:
         torch.compile(torch.optim.AdamW(model.parameters()).step, backend="aot_eager")()
+    assert another[1].under_ddp.attached
     return fingerprint(model.parameters()), str(caught.value)
 
 

@@ -194,8 +194,9 @@ def _end(hooks: list[RemovableHandle], optimizer: weakref.ref[DistributedOptimiz
 
 
 def _refuse_others(handle: weakref.ref[Handle], stepping: torch.optim.Optimizer) -> None:
-    found = handle()
-    if found is None or found.optimizer is None or stepping is found.optimizer or not found.shares(stepping):
+    found, ddp = handle(), getattr(stepping, "under_ddp", None)
+    # One that is attached itself needs no closer look, into which no compiler could follow.
+    if found is None or found.optimizer is None or (ddp is not None and ddp.attached) or not found.shares(stepping):
         return
     name = type(found.optimizer).__name__
     raise RuntimeError(
