@@ -37,7 +37,7 @@ class HyperParameters:
     def forget(self) -> None:
         """Forget what was taken: groups may have others, in another order."""
         self.taken: list[dict[str, Any]] = []
-        self._last: list[tuple[list[Any], list[Any]] | None] = []  # values and their types, where nobody can fill them
+        self._last: dict[int, tuple[list[Any], list[Any]]] = {}  # types and values, of groups that nobody can fill
 
     def keep_rates(self, groups: Sequence[dict[str, Any]]) -> None:
         """Put learning rates into ``rates``, and views of that into the groups, if steps may be captured."""
@@ -57,8 +57,7 @@ class HyperParameters:
         for i, group in enumerate(groups):
             given = [group.get(name) for name in self.names]
             kinds = [tuple(map(type, value)) if type(value) is tuple else type(value) for value in given]
-            last = self._last[i] if i < len(self._last) else None
-            if last is not None and last[1] == kinds and last[0] == given:
+            if self._last.get(i) == (kinds, given):  # types first: values of others may be tensors
                 continue
             if lacking := [name for name in self.names if name not in group]:
                 raise ValueError(f"group {i} lacks {', '.join(lacking)}; add groups by add_param_group() alone")
@@ -72,7 +71,10 @@ class HyperParameters:
             elif not _same(taken, self.taken[i]):
                 check({**group, **taken}, f"group {i}")
                 self.taken[i] = taken
-            self._last[i:] = [(given, kinds) if all(map(_is_plain, given)) else None, *self._last[i + 1 :]]
+            if all(map(_is_plain, given)):
+                self._last[i] = kinds, given
+            else:
+                self._last.pop(i, None)
 
 
 _PLAIN = {int, float, bool, str}

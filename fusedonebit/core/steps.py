@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm import CollectiveError
 from .interrupts import Whole
-from .outcome import Describe, Outcomes
+from .outcome import Outcomes
 from .step_count import StepCount
 
 
@@ -142,7 +142,3 @@ class Steps:
         """Raise CollectiveError if half of something may be done."""
         if self.broken:
             raise CollectiveError(f"this optimizer can't go on: {self.broken}")
-
-    def catch_up(self, describe: Describe) -> None:
-        """Wait until the host knows how all steps so far have ended; raises as a step does."""
-        self.outcomes.catch_up(describe)

@@ -451,7 +451,7 @@ class Keeper(torch.optim.Optimizer):
 
     def catch_up(self) -> None:
         """Wait until the host knows how all steps so far have ended; raises as ``step`` does."""
-        self.steps.catch_up(self._describe)
+        self.steps.outcomes.catch_up(self._describe)
 
     def _describe(self, flag: Flag) -> str:
         """Return details of why a step was skipped."""
