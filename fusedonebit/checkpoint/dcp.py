@@ -90,12 +90,14 @@ def async_save(
     """
     _check_ranks(optimizer)
     state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    if dist.is_initialized() and optimizer.saving_group is None:
+    if dist.is_initialized() and optimizer.ranks.saving_group is None:
         group = _group(optimizer)
         ranks = None if group is None else dist.get_process_group_ranks(group)
         with _naming_rank(optimizer, "saved", checkpoint_id):
-            optimizer.saving_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
-    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer.saving_group}
+            optimizer.ranks.saving_group = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=ranks is not None
+            )
+    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer.ranks.saving_group}
     return _as_exception(optimizer, _on_all(optimizer, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
 
 
@@ -372,7 +374,7 @@ def _check_ranks(optimizer: DistributedOptimizer) -> None:
             "torch.distributed.checkpoint wants all shards of DTensors at once, but process_group has one of "
             "Wire(model_parallel=...) alone: torch.save() each rank's optimizer.state_dict() in its own file"
         )
-    rows = optimizer.rows
+    rows = optimizer.ranks.rows
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(
             f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "

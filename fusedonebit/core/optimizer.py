@@ -81,8 +81,8 @@ class DistributedOptimizer(Keeper):
         self.nothing = torch.empty(0, device=self.device)
         self.under_ddp.averaged = False
         counted: Tensor | None = None
-        if any(self.replicas) and self.ranks.model_parallel.groups[0].transport.rank > 0:
-            elsewhere = torch.tensor(self.replicas, device=self.device)
+        if any(self.parameters.replicas) and self.ranks.model_parallel.groups[0].transport.rank > 0:
+            elsewhere = torch.tensor(self.parameters.replicas, device=self.device)
             counted = (~elsewhere)[self.places.block_tensor.long()].double()
         self.scaling = Scaling(self.layout, self.device, counted)
         self._until_compared = 0  # steps until model-parallel ranks next compare what they have alike

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import checksum
+from ..comm import Transport, checksum
 from ..comm.agreement import Fact
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.eager import join
 from ..triton_kernels.tables import Facts, Listed, Pattern
-from .sharding import like, local, shard_mesh
+from .sharding import like, local, replicas, shard_mesh
 
 CORRECTIONS: dict[bool | str, torch.dtype] = {"8bit": torch.int8, "16bit": torch.int16}
 """In what ``master_weights`` keeps what bfloat16 parameters lack of masters."""
@@ -50,12 +50,20 @@ class ParameterList:
     master weights, one of 16 bits: a copy in float32, which then is the truth. Or one of bfloat16 has a correction,
     which ops read and write: what it lacks of such a copy.
 
+    Args:
+        groups: As of an optimizer.
+        master_weights: As of ``Numerics``.
+        split_over: Connects the ranks over which tensors of the model are cut; None: none is.
+
     Raises:
         TypeError, ValueError: for parameters that can't be optimised; the message says which.
     """
 
     def __init__(
-        self, groups: Sequence[Mapping[str, Any]], master_weights: bool | str = False, is_split: bool = False
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        master_weights: bool | str = False,
+        split_over: Transport | None = None,
     ) -> None:
         self.owners: list[Tensor] = []  # those that require gradients, as given
         self.frozen: list[Tensor] = []  # those that did not when the optimizer was made
@@ -83,8 +91,10 @@ class ParameterList:
                     self.frozen.append(p)
                     self.frozen_names.append(name)
         self.called = list(self.names)  # in messages
-        self.mesh = shard_mesh(self.owners, self.names, is_split)
+        self.mesh = shard_mesh(self.owners, self.names, split_over is not None)
         self.params = [local(p) for p in self.owners]  # what this rank holds of each
+        # Those that all model-parallel ranks have alike.
+        self.replicas = replicas(self.owners, self.names, split_over)
         self._check_together()
         self.sizes = tuple(p.numel() for p in self.params)
         # What the ops write: the parameters themselves, or their dense copies.

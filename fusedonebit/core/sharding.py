@@ -90,12 +90,14 @@ def model_ranks(model_parallel: Any, device: torch.device) -> list[Transport]:
     return [make_transport(group_of(group), device) for group in reversed(groups)]
 
 
-def replicas(params: Sequence[Tensor], names: Sequence[str], ranks: Transport) -> list[bool]:
-    """Return which parameters all of ``ranks`` hold alike; the others are shards.
+def replicas(params: Sequence[Tensor], names: Sequence[str], ranks: Transport | None) -> list[bool]:
+    """Return which parameters all of ``ranks`` hold alike; the others are shards. None: nobody else holds any.
 
     Raises:
         ValueError: if a DTensor is not distributed over just these ranks.
     """
+    if ranks is None:
+        return [False] * len(params)
     expected = dist.get_process_group_ranks(ranks.group) if isinstance(ranks, TorchTransport) else None
     found = []
     for name, p in zip(names, params, strict=True):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import ModelGroup, ShardGroup, Transport, agree, make_transport
 from ..comm.agreement import Fact
 from .consensus import failure
+from .rank_local import Rows
 
 
 class World:
@@ -26,6 +29,7 @@ class World:
         shards: Those that hold the other shards.
         model_parallel: Those of ``parts``.
         model: Both.
+        saving_group: Over which ranks talk while they save in the background; None: they have not.
     """
 
     def __init__(
@@ -40,7 +44,15 @@ class World:
         self.shards = ShardGroup() if mesh is None else ShardGroup(make_transport(mesh.get_group(), device))
         self.model_parallel = ModelGroup(*map(ShardGroup, parts))
         self.model = ModelGroup(self.shards, *self.model_parallel.groups)
+        self.saving_group: dist.ProcessGroup | None = None
         self.take_levels(levels)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Return the grid of ranks, of which state that differs from rank to rank has a row each; all make it."""
+        rows = Rows(self.transport, self.shards, self.device)
+        _ = rows.mesh  # now: later one rank may ask for a state_dict() alone
+        return rows
 
     def take_levels(self, levels: tuple[Transport, Transport] | None) -> None:
         """Average in two levels, or in one; what model-parallel ranks send is counted as sent inside."""

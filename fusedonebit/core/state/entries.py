@@ -63,7 +63,7 @@ def saved(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
         part = part.reshape(-1).to(spec.dtype)
         if spec.of_rank and part.storage_offset():
             part = part.clone()  # a DTensor that begins somewhere else than its memory does can't be copied
-    return keeper.rows.of_each(part) if spec.of_rank else _distributed(keeper, spec, i, part)
+    return keeper.ranks.rows.of_each(part) if spec.of_rank else _distributed(keeper, spec, i, part)
 
 
 def room(keeper: Keeper, spec: StateSpec, i: int, header: Header | None) -> Tensor:
@@ -71,9 +71,9 @@ def room(keeper: Keeper, spec: StateSpec, i: int, header: Header | None) -> Tens
     part = torch.zeros(_shape(keeper, spec, i, header or {}), dtype=spec.dtype, device=keeper.device)
     if not spec.of_rank:
         return _distributed(keeper, spec, i, part)
-    replicas = keeper.rows.shape[0] if header is None else header["world_size"]
+    replicas = keeper.ranks.rows.shape[0] if header is None else header["world_size"]
     all_here = spec.per == "chunk" and not (header is not None and keeper.cut_alike(header))
-    return (keeper.rows.whole if all_here else keeper.rows.spread)(replicas, part)
+    return (keeper.ranks.rows.whole if all_here else keeper.ranks.rows.spread)(replicas, part)
 
 
 def check(keeper: Keeper, states: Sequence[State], header: Header, required: Collection[int]) -> None:
@@ -131,7 +131,7 @@ def _master(keeper: Keeper) -> StateSpec:
 def _here(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
     """Return what this rank keeps."""
     if spec is RANK:
-        return keeper.rows.rank()
+        return keeper.ranks.rows.rank()
     if spec.name == "master":
         return keeper.parameters.master(i)
     if spec.per in VALUES:
@@ -143,7 +143,7 @@ def _here(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
 def _distributed(keeper: Keeper, spec: StateSpec, i: int, part: Tensor) -> Tensor:
     """Return what all replicas have alike, distributed over the shards."""
     if not spec.by_parameter:
-        return keeper.rows.of_each_shard(part)
+        return keeper.ranks.rows.of_each_shard(part)
     return keeper.parameters.published(part, i) if spec.per == "element" else part
 
 
@@ -184,7 +184,7 @@ def _check_entry(keeper: Keeper, spec: StateSpec, i: int, states: Sequence[State
     if not spec.by_parameter and value.shape[-1:] != expected:
         raise ValueError(f"{spec.name} in the checkpoint must have {expected[0]} columns, got {tuple(value.shape)}")
     if of_rank:
-        keeper.rows.check(value, states[0][RANK.name], header["world_size"])
+        keeper.ranks.rows.check(value, states[0][RANK.name], header["world_size"])
 
 
 def _for_this_rank(keeper: Keeper, spec: StateSpec, rows: Tensor, header: Header) -> Tensor:
@@ -192,27 +192,27 @@ def _for_this_rank(keeper: Keeper, spec: StateSpec, rows: Tensor, header: Header
     if not has_row_of_each(keeper, spec, header):
         if spec.by_parameter:
             return local(rows)
-        return _cut(_found(keeper.rows.own_of_shard(rows)), spec.tensor(keeper).numel())
-    as_it_was = header["world_size"] == keeper.rows.shape[0] if spec.by_parameter else keeper.cut_alike(header)
+        return _cut(_found(keeper.ranks.rows.own_of_shard(rows)), spec.tensor(keeper).numel())
+    as_it_was = header["world_size"] == keeper.ranks.rows.shape[0] if spec.by_parameter else keeper.cut_alike(header)
     if as_it_was:
-        return _found(keeper.rows.own(rows))
+        return _found(keeper.ranks.rows.own(rows))
     if spec.by_parameter:
-        return keeper.rows.mean(rows, header["world_size"])
+        return keeper.ranks.rows.mean(rows, header["world_size"])
     return (_share if spec.per == "chunk" else _mean)(keeper, rows, header)
 
 
 def _mean(keeper: Keeper, rows: Tensor, header: Header) -> Tensor:
     """Return the old workers' mean, of which a rank of a node has a part."""
     inside = keeper.cut()["inside"]
-    mean = keeper.rows.mean(rows, header["world_size"], header["inside"])
-    return _cut(mean, keeper.layout.numel).view(inside, -1)[keeper.rows.place[0] % inside]
+    mean = keeper.ranks.rows.mean(rows, header["world_size"], header["inside"])
+    return _cut(mean, keeper.layout.numel).view(inside, -1)[keeper.ranks.rows.place[0] % inside]
 
 
 def _share(keeper: Keeper, rows: Tensor, header: Header) -> Tensor:
     """Return what this rank serves now: its chunk of each bucket, or of the part that it has of its node's."""
     nodes, parts = header["world_size"] // header["inside"], header["inside"] * header["buckets"]  # one of them is 1
-    in_order = keeper.rows.of_this_shard(rows).view(nodes, parts, -1).transpose(0, 1).reshape(-1)
-    flat, cut, rank = _cut(in_order, keeper.layout.numel), keeper.cut(), keeper.rows.place[0]
+    in_order = keeper.ranks.rows.of_this_shard(rows).view(nodes, parts, -1).transpose(0, 1).reshape(-1)
+    flat, cut, rank = _cut(in_order, keeper.layout.numel), keeper.cut(), keeper.ranks.rows.place[0]
     inside, world_size = cut["inside"], cut["world_size"]
     if inside > 1:
         return flat.view(inside, world_size // inside, -1)[rank % inside, rank // inside]

@@ -68,7 +68,7 @@ def read_header(text: Any) -> dict[str, Any]:
 
 def checksums(keeper: Keeper, states: Sequence[State]) -> dict[str, list[int | None]]:
     """Return the columns of checksums of what this rank saves."""
-    whose = {"rank": int(keeper.rows.rank()), "shards": keeper.ranks.shards.count}
+    whose = {"rank": int(keeper.ranks.rows.rank()), "shards": keeper.ranks.shards.count}
     columns: dict[str, list[int | None]] = {}
     for i, state in enumerate(states):
         for key, value in state.items():
@@ -161,7 +161,7 @@ def _verify_between(keeper: Keeper, states: Sequence[State], saved: Sequence[Seq
 
 def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
     """Return what the header's checksum is of; None if that is not here."""
-    rows, shards = keeper.rows, keeper.ranks.shards.count
+    rows, shards = keeper.ranks.rows, keeper.ranks.shards.count
     mine = header["rank"] == int(rows.rank()) and header["shards"] == shards
     spec = entries.declared(keeper).get(key)
     if spec is not None and spec.of_rank:

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import (
@@ -29,11 +28,10 @@ from ..interrupts import SignalsWait
 from ..options import CoefficientTable, check_group, numbers, stated
 from ..params import ParameterList
 from ..settings import NUMERICS, WIRE, Options, Params, Ranks
-from ..sharding import check_groups, group_of, levels, local, model_ranks, replicas
+from ..sharding import check_groups, group_of, levels, local, model_ranks
 from ..steps import Steps
 from ..world import World
 from .header import KEY, Fields
-from .rank_local import Rows
 from .spec import Specs, StateSpec
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
@@ -134,8 +132,8 @@ class Keeper(torch.optim.Optimizer):
     def take_parameters(self) -> None:
         """List the groups' parameters, and those that model-parallel ranks have alike; raise if they can't be used."""
         ranks = self.ranks.model_parallel.groups
-        self.parameters = plist = ParameterList(self.param_groups, self.options.master_weights, bool(ranks))
-        self.replicas = replicas(plist.owners, plist.names, ranks[0].transport) if ranks else [False] * len(plist)
+        split_over = ranks[0].transport if ranks else None
+        self.parameters = ParameterList(self.param_groups, self.options.master_weights, split_over)
 
     def _check_16_bits(self) -> None:
         """Raise ValueError if parameters can't be rounded, or have masters, as the options say."""
@@ -174,10 +172,8 @@ class Keeper(torch.optim.Optimizer):
         alone, options = self.ranks.transport.world_size == self.ranks.shards.count == 1, self.options
         how = self.device, alone, options.nonfinite, options.capturable
         self.steps = Steps(type(self).__name__, self.parameters.owners, *how)
-        self.rows = Rows(self.ranks.transport, self.ranks.shards, self.device)
-        _ = self.rows.mesh  # all ranks make it; later one may ask for a state_dict() alone
+        _ = self.ranks.rows  # all ranks make it
         self.given_block_size = block_size
-        self.saving_group: dist.ProcessGroup | None = None  # over which ranks talk while they save in the background
         self.expected_header: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
         self.just_loaded = False  # a checkpoint, and no step was taken since
         self.build()
@@ -265,7 +261,7 @@ class Keeper(torch.optim.Optimizer):
 
     def values_of_replicas(self) -> list[Fact]:
         """Return checksums of the parameters that model-parallel ranks have alike."""
-        return self.parameters.values([i for i, shared in enumerate(self.replicas) if shared])
+        return self.parameters.values([i for i, shared in enumerate(self.parameters.replicas) if shared])
 
     def _agree_on_everything(self, error: Exception | None, broadcast: bool = False) -> None:
         """Return on all ranks if all mean the same and none has an ``error``; else raise on all.
@@ -278,7 +274,7 @@ class Keeper(torch.optim.Optimizer):
         of_all = [fact for fact in facts if fact[0] not in of_a_shard]
         of_model = [(what, fact) for what, fact in facts if what == "the optimizer" or what in self.options.names()]
         of_model += [] if error else [("whether any parameter trains", str(bool(names)))]
-        alike = [] if error else zip(self.parameters.facts()[1:], self.replicas, strict=True)
+        alike = [] if error else zip(self.parameters.facts()[1:], self.parameters.replicas, strict=True)
         of_replicas = [fact for fact, shared in alike if shared]
         hint = "construct the optimizer alike on every rank"
         self.ranks.agree(facts, of_all, error, hint, of_model, of_replicas)
@@ -363,12 +359,12 @@ class Keeper(torch.optim.Optimizer):
         specs = [spec for spec in self.specs() if spec.per == "tensor"]
         tables = {id(p): [spec.tensor(self)[..., i] for spec in specs] for i, p in enumerate(self.parameters.owners)}
         masters = {id(self.parameters.owners[i]): self.parameters.master(i) for i in self.parameters.corrected}
-        before = self.parameters, self.replicas, list(self.param_groups)
+        before = self.parameters, list(self.param_groups)
         outcomes, updates = self.steps.outcomes, self.steps.updates
         try:
             self._agree_on_everything(failure(lambda: self._take_group(param_group)))
         except BaseException:
-            self.parameters, self.replicas, self.param_groups = before
+            self.parameters, self.param_groups = before
             raise
         with self.steps.whole("add_param_group()"):
             self.given_block_size = None  # a checkpoint's was for the old groups; who has loaded none chooses anew

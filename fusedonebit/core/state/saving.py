@@ -169,7 +169,7 @@ def _header(keeper: Keeper) -> dict[str, Any]:
         "updates": keeper.steps.outcomes.updates,
         "steps": keeper.steps.count.total,
         "skipped": keeper.steps.outcomes.skipped,
-        "rank": int(keeper.rows.rank()),
+        "rank": int(keeper.ranks.rows.rank()),
         "shards": keeper.ranks.shards.count,
         "block_size": keeper.layout.block_size,
         "line": keeper.layout.numel,

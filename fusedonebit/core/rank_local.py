@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import ShardGroup, Transport
-from ..sharding import is_dtensor, local, with_own_storage
+from ..comm import ShardGroup, Transport
+from .sharding import is_dtensor, local, with_own_storage
 
 
 class Rows:
