@@ -6,6 +6,7 @@ than ``results/composition.json`` has it; ``--update`` writes today's numbers th
 - attributes of instances, torch.optim.Optimizer's own left out: of the optimizer, and of each object of ours that is
   reachable from it but for transports; a NamedTuple is a value and has none;
 - our classes in its MRO, the names that they define, and those that several of them define, ``__init__`` left out;
+  the same of its algorithm;
 - calls of our functions in the compressed step that needs fewest, which renews no variance: rank 0 of two simulated
   ranks, uncompiled, kernels in C. A generator counts once, and comprehensions, which newer Pythons inline, do not;
   neither does ``comm.simulated``, which stands in for a network.
@@ -42,7 +43,9 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ZeroOneAdam": (ZeroOneAdam, {}),
 }
 """With their defaults, but for warm-ups, which are short."""
-CLASSES = {each.__name__ for kind, _ in OPTIMIZERS.values() for each in kind.__mro__} - {"object"}
+CLASSES = {each.__name__ for kind, _ in OPTIMIZERS.values() for each in (*kind.__mro__, *kind.kind.__mro__)} - {
+    "object"
+}
 MORE = {"OneBitAdam": 1.0, "OneBitLamb": 1.25, "ZeroOneAdam": 1.25}
 """By which goals of an optimizer are multiplied."""
 STEPS, WATCHED = 24, 8
@@ -55,6 +58,9 @@ OF_AN_OPTIMIZER = {
     "classes": ("our classes in its MRO", 2),
     "members": ("members of these", 40),
     "overridden": ("members that several define", 0),
+    "classes_of_algorithm": ("classes in its algorithm's MRO", 2),
+    "members_of_algorithm": ("members of these", 40),
+    "overridden_of_algorithm": ("members that several define", 0),
     "calls_before": ("calls before the first op of a step", 35),
     "files_before": ("files of these", 9),
     "depth_before": ("greatest depth of these", 6),
@@ -244,7 +250,8 @@ def measure() -> tuple[Found, list[str]]:
     for name, (kind, options) in OPTIMIZERS.items():
         optimizer, calls = compressed_step(kind, options)
         of_all, largest = of_objects(optimizer)
-        found[name] = of_all | of_classes(kind) | of_calls(calls)
+        of_algorithm = {f"{key}_of_algorithm": number for key, number in of_classes(kind.kind).items()}
+        found[name] = of_all | of_classes(kind) | of_algorithm | of_calls(calls)
         remarks.append(f"{name}'s largest other object is its {largest}.")
     files, longest = of_files()
     found["library"] = of_ops() | of_functions(CLASSES) | files

@@ -47,7 +47,9 @@ def reached(function: ast.FunctionDef | ast.AsyncFunctionDef, kinds: Collection[
     for each in given:
         annotation = ast.walk(each.annotation) if each.annotation is not None else ()
         words = {getattr(node, "id", getattr(node, "attr", None)) for node in annotation}
-        if (each.arg in ("optimizer", "keeper") and not words & {"str", "int"}) or words.intersection(kinds):
+        if (each.arg in ("optimizer", "keeper", "algorithm") and not words & {"str", "int"}) or words.intersection(
+            kinds
+        ):
             optimizers.add(each.arg)
     nodes = ast.walk(function) if optimizers else ()
     read = [(node.value, node.attr) for node in nodes if isinstance(node, ast.Attribute)]
@@ -57,7 +59,8 @@ def reached(function: ast.FunctionDef | ast.AsyncFunctionDef, kinds: Collection[
 def of_functions(kinds: Collection[str]) -> Numbers:
     """Count functions that take an optimizer and read its attributes, and these attributes.
 
-    It is taken by the name ``optimizer`` or ``keeper``, or by an annotation that names one of the classes ``kinds``.
+    It, or its algorithm, is taken by one of the names ``optimizer``, ``keeper`` and ``algorithm``, or by an annotation
+    that names one of the classes ``kinds``.
     """
     trees = [ast.parse(path.read_text()) for path in library_files(".py")]
     functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]

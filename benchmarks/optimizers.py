@@ -216,7 +216,7 @@ def extra_bytes(step: Step, allocated_before: int) -> int:
 
 def wire_bytes(optimizer: Any) -> int:
     """Messages that a rank sends in a step, as they lie in memory; what it receives is state."""
-    layout = optimizer.layout
+    layout = optimizer.frame.layout
     message = Messages.size(layout.scale_slots("block")[1], layout)
     return (layout.world_size + 1) * message
 

@@ -41,7 +41,7 @@ def matching(task: str, steps: int) -> dict[str, float]:
 def _watch(worker: Worker, steps: int) -> dict[str, float]:
     (optimizer,) = worker.optimizers
     rights = {name: [0, 0] for name in PEERS}
-    made = {name: make(optimizer.layout, worker.transport) for name, make in PEERS.items()}  # type: ignore[attr-defined]
+    made = {name: make(optimizer.frame.layout, worker.transport) for name, make in PEERS.items()}  # type: ignore[attr-defined]
     for step in range(steps):
         worker.step(step)
         if step % EVERY == 0:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .optim.lion import OneBitLion
     from .optim.marsit import MarsitAdam, MarsitSGD, Rounds
     from .optim.onebit_lamb import OneBitLamb
-    from .optim.two_stage import OneBitOptimizer
     from .optim.zero_one import ZeroOneAdam
 
 __version__ = "0.2.0"
@@ -50,7 +49,6 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",
-    "OneBitOptimizer",
     "OutOfStepError",
     "Recorder",
     "Rounds",
@@ -83,7 +81,6 @@ _HOMES = {
     ".optim.lion": ["OneBitLion"],
     ".optim.marsit": ["MarsitAdam", "MarsitSGD", "Rounds"],
     ".optim.onebit_lamb": ["OneBitLamb"],
-    ".optim.two_stage": ["OneBitOptimizer"],
     ".optim.zero_one": ["ZeroOneAdam"],
     "": ["checkpoint", "comm", "core", "deepspeed", "errors", "integrations", "optim", "triton_kernels"],
 }

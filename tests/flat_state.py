@@ -8,31 +8,38 @@ import numpy as np
 import torch
 from observe import flat, parameters
 
-from fusedonebit import OneBitOptimizer
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 
-def whole_state(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
+def whole_state(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """Everything that the next step reads, in the optimizer's own order and units; residuals formed."""
-    reduce = optimizer.reducer
+    reduce = optimizer.algorithm.reducer
     reduce.settle()
-    tensors = {spec.name: spec.tensor(optimizer) for spec in optimizer.specs() if not spec.of_rank}
-    tensors |= {"v": optimizer.exp_avg_sq, "step": optimizer.steps.of_each, "scale": reduce.scale, "bits": reduce.bits}
-    tensors |= {"c": optimizer.exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
+    tensors = {spec.name: spec.tensor(optimizer.algorithm) for spec in optimizer.algorithm.specs() if not spec.of_rank}
+    tensors |= {
+        "v": optimizer.algorithm.exp_avg_sq,
+        "step": optimizer.frame.steps.of_each,
+        "scale": reduce.scale,
+        "bits": reduce.bits,
+    }
+    tensors |= {"c": optimizer.algorithm.exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
     state = {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
     state["x"] = flat(parameters(optimizer))
     state["digests"] = np.array(reduce.digests)
     return state
 
 
-def conserved(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
+def conserved(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """m, this rank's e and its part of E, by flat index, in the unit in which they are compressed."""
-    reduce, layout = optimizer.reducer, optimizer.layout
+    reduce, layout = optimizer.algorithm.reducer, optimizer.frame.layout
     state = whole_state(optimizer)
-    ranks, inside = optimizer.ranks.transport.world_size, 1
-    if optimizer.ranks.levels is not None:
-        ranks, inside = optimizer.ranks.levels[0].world_size, optimizer.ranks.levels[1].world_size
-    rank = optimizer.ranks.transport.rank // inside
-    here = [optimizer.ranks.transport.rank % inside] if inside > 1 else range(optimizer.options.bucket_count)
+    ranks, inside = optimizer.frame.ranks.transport.world_size, 1
+    if optimizer.frame.ranks.levels is not None:
+        ranks, inside = optimizer.frame.ranks.levels[0].world_size, optimizer.frame.ranks.levels[1].world_size
+    rank = optimizer.frame.ranks.transport.rank // inside
+    here = (
+        [optimizer.frame.ranks.transport.rank % inside] if inside > 1 else range(optimizer.frame.options.bucket_count)
+    )
     servers = np.zeros(layout.numel)
     for part, served in zip(here, state["server"].reshape(len(here), -1), strict=True):
         chunk = part * ranks + rank
@@ -50,10 +57,10 @@ def imbalance(before: Sequence[dict], after: Sequence[dict], gradient: np.ndarra
     return float(np.divide(gap, size, out=np.where(gap > 0, np.inf, 0.0), where=size > 0).max())
 
 
-def by_flat_index(optimizer: OneBitOptimizer, gradients: Sequence[torch.Tensor]) -> np.ndarray:
+def by_flat_index(optimizer: DistributedOptimizer, gradients: Sequence[torch.Tensor]) -> np.ndarray:
     """Gradients by flat index."""
-    vector = np.zeros(optimizer.layout.numel)
+    vector = np.zeros(optimizer.frame.layout.numel)
     for i, gradient in enumerate(gradients):
-        offset = optimizer.layout.offset(i)
+        offset = optimizer.frame.layout.offset(i)
         vector[offset : offset + gradient.numel()] = gradient.double().reshape(-1).numpy()
     return vector

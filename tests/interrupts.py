@@ -128,7 +128,7 @@ def judge(optimizer: Any, params: list[Parameter], step: int, run: list[Tensor],
     """Say what an interrupt in ``step`` has left; ``counted`` updates were before; ``run`` is the uninterrupted one."""
     here = values(params)
     moved = not torch.equal(here, run[step])
-    if optimizer.steps.broken:
+    if optimizer.frame.steps.broken:
         for refused in (optimizer.step, optimizer.state_dict, lambda: pickle.dumps(optimizer)):
             with pytest.raises(CollectiveError, match=r"can't go on: .*interrupted"):
                 refused()
@@ -164,7 +164,7 @@ def trial(name: str, seed: int, what: Callable[[], object], rank: int = 0, strik
     except (KeyboardInterrupt, StopError, SystemExit, MemoryError):
         pass
     except CollectiveError:
-        assert optimizer.steps.broken
+        assert optimizer.frame.steps.broken
     return go_on(name, optimizer, params, step, run, counted, rank, **ranks)
 
 

@@ -19,8 +19,8 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
-from fusedonebit.optim.marsit import MarsitOptimizer
 from fusedonebit.reference import marsit
 
 MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
@@ -55,7 +55,7 @@ class Moment:
     g: list[np.ndarray] = field(default_factory=list)
 
 
-def look(optimizer: MarsitOptimizer) -> Moment:
+def look(optimizer: DistributedOptimizer) -> Moment:
     params, saved = parameters(optimizer), optimizer.state_dict()["state"]
     names = ("exp_avg", "exp_avg_sq", "step") if isinstance(optimizer, MarsitAdam) else ("momentum_buffer",)
     states = [
@@ -72,7 +72,7 @@ def look(optimizer: MarsitOptimizer) -> Moment:
 
 
 Groups = Callable[[list[Parameter]], Any]
-Schedule = Callable[[MarsitOptimizer, int], None]
+Schedule = Callable[[DistributedOptimizer, int], None]
 
 
 def run(

@@ -13,8 +13,8 @@ from fusedonebit import (
     MarsitAdam,
     MarsitSGD,
 )
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
-from fusedonebit.optim.marsit import MarsitOptimizer
 
 MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
 EACH = pytest.mark.parametrize("name", MARSIT)
@@ -28,23 +28,23 @@ def make(dtype: torch.dtype = torch.float32) -> list[Parameter]:
     return [*params, Parameter(torch.randn(8, 6).t().to(dtype)), Parameter(torch.randn(21, 8)[::2, ::3].to(dtype))]
 
 
-def set_gradients(optimizer: MarsitOptimizer, rank: int, step: int) -> None:
+def set_gradients(optimizer: DistributedOptimizer, rank: int, step: int) -> None:
     for i, p in enumerate(parameters(optimizer)):
         generator = torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i)
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def train(optimizer: MarsitOptimizer, rank: int, steps: int, start: int = 0) -> None:
+def train(optimizer: DistributedOptimizer, rank: int, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         set_gradients(optimizer, rank, step)
         optimizer.step()
 
 
-def kept(optimizer: MarsitOptimizer) -> list[Tensor]:
+def kept(optimizer: DistributedOptimizer) -> list[Tensor]:
     return [optimizer.compensation(p) for p in parameters(optimizer)]
 
 
-def own_state(optimizer: MarsitOptimizer) -> list[str]:
+def own_state(optimizer: DistributedOptimizer) -> list[str]:
     saved = optimizer.state_dict()
     states = [saved["state"][i] for i in sorted(saved["state"])]
     return [

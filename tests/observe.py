@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedonebit import OneBitOptimizer
+from fusedonebit import OneBitAdam, OneBitLamb
 from fusedonebit.checkpoint import KEY, header_of
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
@@ -57,7 +57,7 @@ def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
         "worker_error": np.zeros(0, dtype=np.float32),
         "server_error": np.zeros(0, dtype=np.float32),
     }
-    if isinstance(optimizer, OneBitOptimizer):
+    if isinstance(optimizer, (OneBitAdam, OneBitLamb)):
         beta1s = [group["betas"][0] for group in optimizer.param_groups for _ in group["params"]]
         moved = [b * torch.ones_like(p) for b, p in zip(beta1s, params, strict=True)]
         moved = flat(moved) * (momentum - flat([optimizer.momentum(p) for p in params]))
@@ -79,7 +79,7 @@ def per_tensor(optimizer: DistributedOptimizer, saved: dict) -> list[dict]:
     states = [dict(saved["state"].get(i, {})) for i in range(len(parameters(optimizer)))]
     if optimizer.phase != "compression":
         return states
-    header, layout, names = header_of(saved), optimizer.layout, [n for n in states[0] if n in LINES]
+    header, layout, names = header_of(saved), optimizer.frame.layout, [n for n in states[0] if n in LINES]
     lines = {name: local(states[0].pop(name)).reshape(-1) for name in names}
     own = int(lines["rank"]) // header["shards"] * layout.chunk_numel
     served = lines.get("server_error", torch.zeros(layout.chunk_numel))  # there may be no server
@@ -99,7 +99,7 @@ def per_tensor(optimizer: DistributedOptimizer, saved: dict) -> list[dict]:
     return states
 
 
-def served(optimizer: OneBitOptimizer) -> np.ndarray:
+def served(optimizer: DistributedOptimizer) -> np.ndarray:
     """Indices, in the flat vector, of the elements that this rank serves; only in the compression stage."""
     saved, at, indices = per_tensor(optimizer, optimizer.state_dict()), 0, []
     for i, p in enumerate(parameters(optimizer)):

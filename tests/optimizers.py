@@ -21,11 +21,11 @@ from fusedonebit import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
-    OneBitOptimizer,
     Rounds,
     Wire,
     ZeroOneAdam,
 )
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.deepspeed.config import DeepSpeedLayerwise
 from fusedonebit.optim.policies import DoublingRounds, DoublingVariance
 
@@ -59,20 +59,23 @@ def by_name(kind: Callable[..., Any], **first: Any) -> Callable[..., Any]:
     return construct
 
 
-def refusing(optimizer: OneBitOptimizer, every: int) -> OneBitOptimizer:
+def refusing(optimizer: DistributedOptimizer, every: int) -> DistributedOptimizer:
     """Let the guard ask for a re-warm-up after so many compressed updates, as if it had refused one, and else never."""
 
     def after_step(optimizer: Any, *_: Any) -> None:
-        optimizer._guard._times = math.inf
-        if optimizer.phase == "compression" and optimizer.steps.outcomes.updates >= optimizer.warm_up.ended_at + every:
-            optimizer.steps.outcomes.veto_at = 0
+        optimizer.algorithm._guard._times = math.inf
+        if (
+            optimizer.phase == "compression"
+            and optimizer.frame.steps.outcomes.updates >= optimizer.algorithm.warm_up.ended_at + every
+        ):
+            optimizer.frame.steps.outcomes.veto_at = 0
 
-    optimizer._guard._times = math.inf
+    optimizer.algorithm._guard._times = math.inf
     optimizer.register_step_post_hook(after_step)
     return optimizer
 
 
-ONEBIT: dict[str, Callable[..., OneBitOptimizer]] = {
+ONEBIT: dict[str, Callable[..., DistributedOptimizer]] = {
     "onebit-adam": by_name(OneBitAdam),
     "onebit-adam-living": by_name(OneBitAdam, variance="shared"),
     "onebit-lamb": by_name(OneBitLamb),

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fusedonebit import OneBitOptimizer
 from fusedonebit.checkpoint import header_of
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 REPLICAS = SHARDS = 2
 
@@ -83,7 +83,7 @@ def caught(call: Callable[[], object]) -> tuple[str, str]:
     return "", ""
 
 
-def look(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
+def look(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """This rank's state, momentum and residuals in the unit in which they travel, each tensor's shard in turn."""
     saved, params = optimizer.state_dict(), parameters(optimizer)
     header, states = header_of(saved), per_tensor(optimizer, saved)

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from test_ddp import Sent
 from torch import Tensor, nn
 
-from fusedonebit import OneBitOptimizer
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 FREEZE, STEPS, MICROS, SIZE = 15, 60, 4, 4
 ROUNDING = 4 * 2.0**-23
@@ -23,7 +23,7 @@ ROUNDING = 4 * 2.0**-23
 EPS = 1e-4  # a gradient that all but cancels is rounding itself, which a smaller eps would make an update of full size
 
 
-def make(name: str) -> tuple[nn.Module, OneBitOptimizer]:
+def make(name: str) -> tuple[nn.Module, DistributedOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 120), nn.Tanh(), nn.Linear(120, 60), nn.Tanh(), nn.Linear(60, 4))
     return model, construct(name, model.parameters(), lr=1e-3, eps=EPS, freeze_step=FREEZE, **UNGUARDED)
@@ -41,9 +41,9 @@ def accumulate(model: nn.Module, rank: int, step: int, micros: int) -> None:
         ((model(x) - y).square().mean() / micros).backward()
 
 
-def signs_sent(optimizer: OneBitOptimizer) -> Tensor:
+def signs_sent(optimizer: DistributedOptimizer) -> Tensor:
     """Of the last step: this rank's to the servers, then all of the result's."""
-    reduce = optimizer.reducer
+    reduce = optimizer.algorithm.reducer
     return torch.cat([reduce.to_servers.bits.flatten(), reduce.gathered.bits.flatten()])
 
 
@@ -73,7 +73,7 @@ def teacher_forced(rank: int, world_size: int, name: str) -> dict[str, Any]:
         if teacher.phase == "compression":
             flips += flipped(signs_sent(pupil), signs_sent(teacher))
             dist.all_reduce(flips)
-            seen["signs"] += world_size * 2 * teacher.layout.real_numel
+            seen["signs"] += world_size * 2 * teacher.frame.layout.real_numel
             seen["flips"] += int(flips)
         if flips == 0:
             seen["compared"] += 1

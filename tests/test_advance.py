@@ -14,7 +14,7 @@ from backends import assert_equal_backends, problem
 from optimizers import MAKE, construct, objects
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLion
-from fusedonebit.core.compressing import CompressingOptimizer
+from fusedonebit.core.compressing import Compressing
 from fusedonebit.triton_kernels import Coef, Group, advance, apply_momentum, finish
 from fusedonebit.triton_kernels.nouns import NOT_COUNTED, Count
 from fusedonebit.triton_kernels.op import launches
@@ -209,7 +209,7 @@ def test_a_step_launches_it_once_if_at_all_and_once_more_where_something_has_cha
     for more, change in (
         (usual, lambda: group.update(lr=2e-2)),  # 0: a compressed step renews what it changes on the way
         (1, lambda: group.update(betas=(0.8, group["betas"][1]))),
-        (1, lambda: optimizer.steps.of_each.add_(1)),
+        (1, lambda: optimizer.frame.steps.of_each.add_(1)),
         (1, lambda: optimizer.state[p]["step"].add_(1)),
         (1, lambda: optimizer.load_state_dict(optimizer.state_dict())),
     ):
@@ -235,9 +235,9 @@ def test_with_stochastic_rounding_which_reads_the_count_the_step_ends_with_a_lau
     for _ in range(4):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    before = int(optimizer.steps.updates)
+    before = int(optimizer.frame.steps.updates)
     assert launched_in_a_step(p, optimizer) == 1
-    assert int(optimizer.steps.updates) == before + 1
+    assert int(optimizer.frame.steps.updates) == before + 1
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -251,7 +251,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
     optimizer = MAKE[name]([{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}], 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     compared, renewed, of_round = [], [], []
-    table, synchronise = type(optimizer).coefficient_table, CompressingOptimizer._synchronise
+    table, synchronise = type(optimizer.algorithm).coefficient_table, Compressing._synchronise
 
     def compare(kept, made, but=()):
         columns = [column for column in Coef if column not in but]
@@ -259,8 +259,9 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
 
     def begun(self):
         kept = table(self)
-        made = self.coefficients.fresh(self.hyper.taken, self.coefficients._made)
-        compare(kept, made, RENEWED if self.coefficients.renews else ())
+        coefficients = self.frame.coefficients
+        made = coefficients.fresh(self.frame.hyper.taken, coefficients._made)
+        compare(kept, made, RENEWED if coefficients.renews else ())
         if not getattr(self, "_local", 0):
             of_round.clear()
         of_round.append(made)
@@ -268,8 +269,9 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
 
     def exchanged(self, compress, told, coef):
         result = synchronise(self, compress, told, coef)
-        if self.coefficients.renews:
-            made = self.coefficients.fresh(self.hyper.taken, self.coefficients._made)
+        coefficients = self.frame.coefficients
+        if coefficients.renews:
+            made = coefficients.fresh(self.frame.hyper.taken, coefficients._made)
             if len(of_round) > 1:
                 made[:, Coef.STEP_SIZE] = sum(each[:, Coef.STEP_SIZE] for each in of_round) / len(of_round)
                 made[:, Coef.DECAY] = math.prod(each[:, Coef.DECAY] for each in of_round)
@@ -278,8 +280,8 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(optimizer), "coefficient_table", begun)
-        patch.setattr(CompressingOptimizer, "_synchronise", exchanged)
+        patch.setattr(type(optimizer.algorithm), "coefficient_table", begun)
+        patch.setattr(Compressing, "_synchronise", exchanged)
         for i in range(9):
             for p in params[: 1 + (i % 4 > 0)]:
                 p.grad = torch.randn(p.shape, generator=generator)
@@ -299,12 +301,12 @@ def test_columns_that_the_step_has_written_are_gone_in_the_next():
     p.grad = torch.ones(4)
     optimizer.step()
     assert optimizer.stats(layers=True)["layers"]["coefficient"] != [1.0]
-    assert optimizer.coefficient_table()[0, Coef.STEP_SIZE] == 0.5
+    assert optimizer.algorithm.coefficient_table()[0, Coef.STEP_SIZE] == 0.5
 
 
 def test_lions_share_of_the_gradient_is_negative_where_it_maximises():
     p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = OneBitLion([{"params": [p]}, {"params": [q], "maximize": True}], betas=(0.9, 0.75))
-    assert optimizer.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
+    assert optimizer.algorithm.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
     adam = OneBitAdam([{"params": [q], "maximize": True}], betas=(0.5, 0.75), **objects())
-    assert adam.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]
+    assert adam.algorithm.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]

@@ -14,8 +14,9 @@ from ranks import simulate
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import Numerics, OneBitAdam, OneBitLamb, OneBitOptimizer, Wire, ZeroOneAdam, triton_kernels
+from fusedonebit import Numerics, OneBitAdam, OneBitLamb, Wire, ZeroOneAdam, triton_kernels
 from fusedonebit.comm import CompressedAllReduce, LocalTransport, make_all_reduce
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.optim.policies import DoublingVariance, EveryStep
 from fusedonebit.triton_kernels import Coef, FlatLayout, using
 from fusedonebit.triton_kernels.finish import LANES, PIECE
@@ -181,9 +182,9 @@ def take(params: list[Parameter], optimizer: torch.optim.Optimizer, steps: range
         optimizer.step()
 
 
-def whole(optimizer: OneBitOptimizer) -> Tensor:
+def whole(optimizer: DistributedOptimizer) -> Tensor:
     """m + e + E, all that is conserved, in float64."""
-    reduce = optimizer.reducer
+    reduce = optimizer.algorithm.reducer
     reduce.settle()
     server = reduce.server_residual.double().reshape(-1) if reduce.serves else 0.0
     return reduce.result().double() + reduce.worker_residual.double() + server
@@ -198,14 +199,16 @@ SERVED = Numerics(serve_alone=True)
 @pytest.mark.parametrize("wire", [Wire(), Wire(buckets=2), Wire(overlap=True)], ids=["plain", "buckets", "overlap"])
 def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
     params, optimizer = trained(kind, **ADAM, wire=wire, numerics=Numerics(precondition=False))
-    assert not optimizer.reducer.serves
-    unit = optimizer.coefficient_table()[:, Coef.UNIT].double()[optimizer.reducer.places.block_tensor.long()]
+    assert not optimizer.algorithm.reducer.serves
+    unit = optimizer.algorithm.coefficient_table()[:, Coef.UNIT].double()[
+        optimizer.algorithm.reducer.places.block_tensor.long()
+    ]
     for step in range(6, 9):
-        before, m = whole(optimizer), optimizer.reducer.result().double()
+        before, m = whole(optimizer), optimizer.algorithm.reducer.result().double()
         take(params, optimizer, range(step, step + 1))
         random = torch.Generator().manual_seed(step)
-        gradient = flat(optimizer.layout, [torch.randn(p.shape, generator=random).view(-1) for p in params])
-        gradient *= unit.repeat_interleave(optimizer.layout.block_size)
+        gradient = flat(optimizer.frame.layout, [torch.randn(p.shape, generator=random).view(-1) for p in params])
+        gradient *= unit.repeat_interleave(optimizer.frame.layout.block_size)
         torch.testing.assert_close(whole(optimizer), before - 0.1 * m + 0.1 * gradient, rtol=1e-4, atol=1e-5)
 
 
@@ -213,16 +216,16 @@ def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
 def test_residuals_of_a_server_go_to_the_worker_where_there_is_none_any_more(kind):
     options = ADAM if kind is OneBitAdam else rounds_of_one()
     _, served = trained(kind, numerics=SERVED, **options)
-    assert bool(served.reducer.server_residual.any())
+    assert bool(served.algorithm.reducer.server_residual.any())
     expected, state = whole(served), served.state_dict()
     _, alone = trained(kind, 0, state=copy.deepcopy(state), **options)
     torch.testing.assert_close(whole(alone), expected, rtol=1e-6, atol=1e-7)
     _, again = trained(kind, 0, state=alone.state_dict(), numerics=SERVED, **options)  # and back
-    assert not again.reducer.server_residual.any()
+    assert not again.algorithm.reducer.server_residual.any()
     torch.testing.assert_close(whole(again), expected, rtol=1e-6, atol=1e-7)
     _, used = trained(kind, 9, seed=4, numerics=SERVED, **options)
     used.load_state_dict(alone.state_dict())
-    assert not used.reducer.server_residual.any()
+    assert not used.algorithm.reducer.server_residual.any()
 
 
 def rounds_of_one() -> dict[str, Any]:
@@ -232,7 +235,7 @@ def rounds_of_one() -> dict[str, Any]:
 def test_a_run_alone_resumes_bit_for_bit():
     params, _ = trained(OneBitAdam, 9, **ADAM)
     _, first = trained(OneBitAdam, 6, **ADAM)
-    resumed = [Parameter(p.detach().clone()) for p in first.parameters.owners]
+    resumed = [Parameter(p.detach().clone()) for p in first.frame.parameters.owners]
     second = OneBitAdam(resumed, 1e-2, **ADAM)
     second.load_state_dict(first.state_dict())
     take(resumed, second, range(6, 9))
@@ -243,6 +246,6 @@ def test_a_run_alone_resumes_bit_for_bit():
 def test_deepspeeds_presets_serve_themselves():
     params = [Parameter(torch.zeros(5))]
     optimizer = OneBitAdam.from_deepspeed(params, {"type": "OneBitAdam", "params": {"freeze_step": 5}})
-    assert optimizer.reducer.serves
+    assert optimizer.algorithm.reducer.serves
     with pytest.raises(ValueError, match="serve_alone must be True or False, got 1"):
         OneBitAdam(params, 1e-3, numerics=Numerics(serve_alone=1))  # type: ignore[arg-type]

@@ -174,7 +174,7 @@ def test_a_bad_change_before_another_group_is_added_is_refused_and_nothing_is_ch
 
 @EACH_ONEBIT
 def test_freeze_step_is_auto_unless_told(name):
-    assert construct(name, make((3,))).options.freeze_step == "auto"
+    assert construct(name, make((3,))).frame.options.freeze_step == "auto"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import MODELS, bert_large, sizes
-from fusedonebit import OneBitAdam, OneBitOptimizer
+from fusedonebit import OneBitAdam
 from fusedonebit.comm import Messages, Transport
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.triton_kernels import FlatLayout, ScaleScope, choose_block_size
 
 
@@ -26,7 +27,7 @@ def gradient(rank: int, step: int, p: Tensor, i: int = 0) -> Tensor:
     return (torch.randn(p.shape, generator=generator) + 0.3).to(p.dtype)
 
 
-def train(optimizer: OneBitOptimizer, rank: int, steps: int, start: int = 0) -> None:
+def train(optimizer: DistributedOptimizer, rank: int, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         for i, p in enumerate(parameters(optimizer)):
             p.grad = gradient(rank, step, p, i)
@@ -108,7 +109,7 @@ def count_collectives(
         with CollectiveCounter() as counter:
             train(optimizer, rank, 1, start=2 + step)
         stats = optimizer.stats()
-        message = message_bytes(optimizer.layout, optimizer.options.scale_scope)
+        message = message_bytes(optimizer.frame.layout, optimizer.frame.options.scale_scope)
         counts.append((len(counter.names), stats["collectives_step"], stats["bytes_step"], message))
     assert optimizer.phase == "compression"
     return counts
@@ -126,7 +127,7 @@ def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tenso
             assert sent == 2 * message
 
 
-DEFAULT_SCOPE: ScaleScope = OneBitAdam.settings.scale_scope
+DEFAULT_SCOPE: ScaleScope = OneBitAdam.kind.settings.scale_scope
 
 
 def wire_bytes(counts: tuple[int, ...], world_size: int, scale_scope: ScaleScope) -> int:
@@ -277,7 +278,7 @@ def test_one_process_without_a_group_compresses_as_algorithm_1_says(serve_alone)
         after = observe(optimizer)
         worst = max(worst, float(np.abs(after["m"] / spec.m - 1).max()), float(np.abs(after["x"] - spec.x).max()))
     assert optimizer.phase == "compression"
-    assert optimizer.reducer.serves == serve_alone
+    assert optimizer.algorithm.reducer.serves == serve_alone
     stats = optimizer.stats()
     print(f"W=1: deviation from Algorithm 1 in 20 steps: {worst:.1e} (limit 1e-6)")
     assert worst <= 1e-6

@@ -23,8 +23,9 @@ from optimizers import ADAM_AND_LAMB, LAMBS, LIVING, UNGUARDED, construct
 from ranks import simulate
 from torch.nn import Parameter
 
-from fusedonebit import AbortedStepError, OneBitOptimizer
+from fusedonebit import AbortedStepError
 from fusedonebit.comm import Transport
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.triton_kernels import Layer
 
 WARMUP = 3
@@ -60,29 +61,29 @@ def set_gradients(params: list[Parameter], rank: int, step: int, event: str) -> 
     return torch.cat([c.reshape(-1) for c in counted]).double().numpy()
 
 
-def denominators(optimizer: OneBitOptimizer) -> np.ndarray:
+def denominators(optimizer: DistributedOptimizer) -> np.ndarray:
     """What preconditioned momentum was divided by; of the frozen variance."""
     group, params = optimizer.param_groups[0], parameters(optimizer)
     v = flat([optimizer.state[p]["exp_avg_sq"] for p in params]).astype(float)
-    corrected = optimizer.options.lives or not optimizer.options.bias_correction
+    corrected = optimizer.frame.options.lives or not optimizer.frame.options.bias_correction
     correction = 1.0 if corrected else 1 - group["betas"][1] ** WARMUP
     return np.sqrt(v / correction) + group["eps"]
 
 
-def unit(optimizer: OneBitOptimizer, layer: np.ndarray) -> np.ndarray:
+def unit(optimizer: DistributedOptimizer, layer: np.ndarray) -> np.ndarray:
     """What gradients count with besides, of each element: c of the step to come where LAMB's variance lives, else 1."""
-    if not (layer.size and optimizer.options.lives):
+    if not (layer.size and optimizer.frame.options.lives):
         return np.ones(())
     return np.repeat(layer.reshape(-1, len(Layer))[:, Layer.COEFFICIENT], [p.numel() for p in parameters(optimizer)])
 
 
-def look(optimizer: OneBitOptimizer) -> dict[str, np.ndarray]:
+def look(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """The state in units of the momentum, times c where residuals are in units of the step."""
     state = observe(optimizer)
     state["c"] = unit(optimizer, state["layer"])
     for key in ("m", "worker_error"):
         state[key] = state[key] * state["c"] if state[key].size else state[key]
-    if optimizer.options.precondition and optimizer.phase == "compression":
+    if optimizer.frame.options.precondition and optimizer.phase == "compression":
         state["server_error"] = state["server_error"] * denominators(optimizer)[served(optimizer)]
     return state
 
@@ -265,7 +266,7 @@ def test_a_skipped_step_before_the_freeze_changes_nothing_at_all(name):
 def skip_in_the_warmup(rank: int, transport: Transport, name: str) -> tuple[dict, dict, int]:
     torch.manual_seed(0)
     params = [Parameter(torch.randn(700))]
-    optimizer: OneBitOptimizer = construct(name, params, freeze_step=100, process_group=transport)
+    optimizer: DistributedOptimizer = construct(name, params, freeze_step=100, process_group=transport)
     set_gradients(params, rank, 0, "fine")
     optimizer.step()
     before = observe(optimizer)

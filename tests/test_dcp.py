@@ -142,11 +142,14 @@ def conserved(optimizer: DistributedOptimizer) -> Tensor:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total / dist.get_world_size()
-    residual = torch.zeros_like(optimizer.exp_avg)
-    optimizer.reducer.take_residuals(residual)
-    total = optimizer.reducer.result().double() + residual.double()
-    parts = [optimizer.parameters.shaped(total, i, optimizer.layout.offset(i)) for i in range(len(owners(optimizer)))]
-    return torch.cat([optimizer._in_momentum_units(part, i).reshape(-1) for i, part in enumerate(parts)])
+    residual = torch.zeros_like(optimizer.algorithm.exp_avg)
+    optimizer.algorithm.reducer.take_residuals(residual)
+    total = optimizer.algorithm.reducer.result().double() + residual.double()
+    parts = [
+        optimizer.frame.parameters.shaped(total, i, optimizer.frame.layout.offset(i))
+        for i in range(len(owners(optimizer)))
+    ]
+    return torch.cat([optimizer.algorithm._in_momentum_units(part, i).reshape(-1) for i, part in enumerate(parts)])
 
 
 def owners(optimizer: DistributedOptimizer) -> list[Tensor]:

@@ -171,7 +171,7 @@ def test_gradients_that_wait_for_a_step_are_averaged_by_detach(when):
 def on_one_rank_alone(rank: int, world_size: int) -> str:
     model, optimizer, handle = attached(OneBitAdam)
     train(model, optimizer, rank, range(1))
-    optimizer.steps.outcomes.attempts += rank  # as if this rank had called it a step later
+    optimizer.frame.steps.outcomes.attempts += rank  # as if this rank had called it a step later
     with pytest.raises(DisagreementError) as caught:
         handle.detach()
     return str(caught.value)
@@ -295,11 +295,11 @@ def forgotten(rank: int, world_size: int, how: str) -> tuple[int, list[bool]]:
             handle.detach()
         assert len(_global_optimizer_pre_hooks) == hooks
         del handle
-    gone = [weakref.ref(each) for each in (model, optimizer, optimizer.exp_avg_sq)]
+    gone = [weakref.ref(each) for each in (model, optimizer, optimizer.algorithm.exp_avg_sq)]
     if how == "the handle is kept":
         del model
         gc.collect()
-        assert not optimizer.under_ddp.attached
+        assert not optimizer.frame.under_ddp.attached
         torch.optim.SGD(parameters(optimizer), lr=0.1).step()
         del optimizer, handle
     else:
@@ -325,7 +325,7 @@ def compiled(rank: int, world_size: int) -> tuple[str, str]:
         step()
     with pytest.raises(RuntimeError) as caught:
         torch.compile(torch.optim.AdamW(model.parameters()).step, backend="aot_eager")()
-    assert another[1].under_ddp.attached
+    assert another[1].frame.under_ddp.attached
     return fingerprint(model.parameters()), str(caught.value)
 
 

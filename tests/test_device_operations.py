@@ -208,7 +208,7 @@ def operations_of(case: Case, world_size: int, tensors: int, scheduled: bool) ->
     with using("triton"), nullcontext() if tensors == 3 else without_kernels():
         found = group.run(counted)[0]
     assert runs[0].optimizer.phase == case.phase
-    assert runs[0].optimizer.steps.outcomes.skipped == 0
+    assert runs[0].optimizer.frame.steps.outcomes.skipped == 0
     return found
 
 

@@ -21,10 +21,10 @@ from fusedonebit import (
     FusedOneBitWarning,
     NonFiniteGradientError,
     OneBitAdam,
-    OneBitOptimizer,
     OutOfStepError,
     Wire,
 )
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 FREEZE_STEP = 4
 STEPS = (2, 7)
@@ -41,7 +41,7 @@ def set_gradients(params: list[Parameter], rank: int, step: int) -> None:
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 1000 * i))
 
 
-def train(optimizer: OneBitOptimizer, params: list[Parameter], rank: int, steps: int, start: int = 0) -> None:
+def train(optimizer: DistributedOptimizer, params: list[Parameter], rank: int, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         set_gradients(params, rank, step)
         optimizer.step()
@@ -50,7 +50,7 @@ def train(optimizer: OneBitOptimizer, params: list[Parameter], rank: int, steps:
 # ---------------------------------------------------------------- construction
 
 
-def build(case: str, rank: int, name: str) -> OneBitOptimizer:
+def build(case: str, rank: int, name: str) -> DistributedOptimizer:
     """Constructs something else on rank 1."""
     odd = rank == 1
     a, b, c = make((5, 4), (5, 4), (6,))

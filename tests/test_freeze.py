@@ -9,8 +9,9 @@ from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, PAPER, construct
 from ranks import WORLD_SIZES, simulate, warned
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitOptimizer
+from fusedonebit import FusedOneBitWarning
 from fusedonebit.comm import Transport
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 DELAY = 8
 
@@ -24,7 +25,7 @@ def gradient(rank: int, step: int, p: Parameter, i: int) -> torch.Tensor:
     return torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i))
 
 
-def step_once(optimizer: OneBitOptimizer, rank: int, step: int, bad: bool = False) -> None:
+def step_once(optimizer: DistributedOptimizer, rank: int, step: int, bad: bool = False) -> None:
     for i, p in enumerate(parameters(optimizer)):
         p.grad = gradient(rank, step, p, i)
     if bad:

@@ -74,7 +74,6 @@ NAMES = {
         "model.weight.grad = torch.full_like(model.weight, torch.nan)\n"
         "model.bias.grad = torch.zeros_like(model.bias)\nrefused(fusedonebit.NonFiniteGradientError, o.step)"
     ),
-    "OneBitOptimizer": "assert isinstance(fusedonebit.OneBitAdam(model.parameters()), fusedonebit.OneBitOptimizer)",
     "Recorder": (
         "recorder = fusedonebit.Recorder('run', fusedonebit.AdamW(model.parameters()))\n"
         "recorder.log(1, loss=1.0)\nrecorder.close()"

@@ -63,8 +63,8 @@ def test_it_saves_two_bytes_and_moves_denominators_by_no_more_than_bfloat16_roun
     for optimizer in (wide, half):
         train(optimizer, range(5))
     saved = wide.stats()["state_bytes"] - half.stats()["state_bytes"]
-    print(f"{name}: {saved / half.layout.numel:.3f} bytes per element less")
-    assert saved == 2 * half.layout.numel
+    print(f"{name}: {saved / half.frame.layout.numel:.3f} bytes per element less")
+    assert saved == 2 * half.frame.layout.numel
     v, rounded = (o.state_dict()["state"][0]["exp_avg_sq"] for o in (wide, half))
     assert rounded.dtype is torch.bfloat16
     assert torch.equal(rounded, v.bfloat16())
@@ -81,8 +81,8 @@ def test_the_guard_reads_it_as_it_reads_float32(name, precondition):
     optimizer = ONEBIT[name](params(), 1e-3, freeze_step=4, precondition=precondition, **HALF)
     train(optimizer, range(8))
     assert optimizer.phase == "compression"
-    places, coef = optimizer.places, torch.rand(len(optimizer.layout.sizes), len(Coef))
-    v = optimizer.exp_avg_sq
+    places, coef = optimizer.frame.places, torch.rand(len(optimizer.frame.layout.sizes), len(Coef))
+    v = optimizer.algorithm.exp_avg_sq
     half, wide = (update_sums(places, None, each, False, coef) for each in (v, v.float()))
     assert torch.equal(half, wide)
     assert half.sum() > 0

@@ -16,8 +16,9 @@ from test_conservation import BETA2, SKIPPING, WARMUP, imbalance, look, set_grad
 from test_freeze import gradient, step_once
 from torch.nn import Parameter
 
-from fusedonebit import Faults, FusedOneBitWarning, OneBitAdam, OneBitOptimizer
+from fusedonebit import Faults, FusedOneBitWarning, OneBitAdam
 from fusedonebit.comm import SimulatedGroup
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.telemetry import HostMirror
 
 FREEZE, REWARM = 20, 10
@@ -30,7 +31,7 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
     return [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def train(optimizer: OneBitOptimizer, rank: int, start: int, steps: int, factor: float = 1.0) -> list[str]:
+def train(optimizer: DistributedOptimizer, rank: int, start: int, steps: int, factor: float = 1.0) -> list[str]:
     """Takes steps with gradients of one size; returns the stage of each."""
     phases = []
     for step in range(start, start + steps):
@@ -41,7 +42,7 @@ def train(optimizer: OneBitOptimizer, rank: int, start: int, steps: int, factor:
     return phases
 
 
-def guarded(name: str = "onebit-adam", guard: str = "rewarm", **options) -> OneBitOptimizer:
+def guarded(name: str = "onebit-adam", guard: str = "rewarm", **options) -> DistributedOptimizer:
     rewarms = {"rewarm_steps": REWARM} if guard == "rewarm" else {}
     options = {"weight_decay": 0.0, "freeze_step": FREEZE} | rewarms | options
     return construct(name, make((300,), (7,)), guard=guard, **options)
@@ -249,14 +250,14 @@ def test_the_warning_tells_the_norm_the_factor_and_what_to_do(guard, options, mo
 
 
 def test_the_warning_of_a_variance_that_lives_advises_nothing_of_a_freeze():
-    text = guarded(freeze_step=None, warmup=3)._guard.describe(rewarms=True, steps=9, lives=True)
+    text = guarded(freeze_step=None, warmup=3).algorithm._guard.describe(rewarms=True, steps=9, lives=True)
     assert text.endswith("If this happens again, use a lower learning rate")
 
 
 def test_verdicts_that_come_a_step_late_as_on_cuda_lead_to_one_rewarm_up():
     """Two vetoes: the second is still under way when the first is acted on."""
     optimizer = guarded()
-    optimizer.steps.outcomes._mirror = HostMirror(optimizer.device, depth=1)
+    optimizer.frame.steps.outcomes._mirror = HostMirror(optimizer.frame.device, depth=1)
     train(optimizer, 0, 0, FREEZE + 3)
     with pytest.warns(FusedOneBitWarning, match="the norm of the compressed update"):
         phases = train(optimizer, 0, FREEZE + 3, 2, SPIKE) + train(optimizer, 0, FREEZE + 5, REWARM + 6)
@@ -313,7 +314,7 @@ def test_all_ranks_warm_up_again_at_the_same_step_though_one_has_looked_early():
 
     def run(rank: int, transport) -> list[str]:
         optimizer = guarded(process_group=transport)
-        optimizer.steps.outcomes._mirror = HostMirror(optimizer.device, depth=1)
+        optimizer.frame.steps.outcomes._mirror = HostMirror(optimizer.frame.device, depth=1)
         train(optimizer, rank, 0, FREEZE + 3)
         phases = train(optimizer, rank, FREEZE + 3, 1, SPIKE)
         if rank == 0:
@@ -380,7 +381,7 @@ def test_the_defaults_are_never_refused_there(ternary):
 # ---------------------------------------------------------------- checkpoints
 
 
-def resumed(optimizer: OneBitOptimizer, name: str, **options) -> OneBitOptimizer:
+def resumed(optimizer: DistributedOptimizer, name: str, **options) -> DistributedOptimizer:
     fresh = guarded(name, **options)
     with torch.no_grad():
         for p, q in zip(parameters(fresh), parameters(optimizer), strict=True):
@@ -389,7 +390,7 @@ def resumed(optimizer: OneBitOptimizer, name: str, **options) -> OneBitOptimizer
     return fresh
 
 
-def straight_and_resumed(name: str, guard: str, cut: int) -> list[OneBitOptimizer]:
+def straight_and_resumed(name: str, guard: str, cut: int) -> list[DistributedOptimizer]:
     """Two runs, equal after every step, of which one was saved and loaded after ``cut`` steps; one step is vetoed."""
     runs = [guarded(name, guard)]
     for step in range(FREEZE + REWARM + 10):

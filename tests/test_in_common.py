@@ -50,7 +50,7 @@ def steps_until_told(name: str, change: Change | None, at: int, count: int) -> l
 
 
 def count_once_more(optimizer: Any) -> None:
-    optimizer.steps.updates += 1
+    optimizer.frame.steps.updates += 1
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")

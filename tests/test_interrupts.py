@@ -198,7 +198,7 @@ def test_a_checkpoint_is_loaded_wholly_or_not_at_all(name):
         take_steps(again, copies, range(1))
         with pytest.raises(KeyboardInterrupt), at_line(int(share * lines[0]), stop(KeyboardInterrupt)):
             again.load_state_dict(saved)
-        if again.steps.broken:
+        if again.frame.steps.broken:
             with pytest.raises(CollectiveError, match=r"load_state_dict\(\) was interrupted"):
                 again.step()
             again.load_state_dict(saved)
@@ -242,7 +242,7 @@ def test_saving_by_half_is_no_state(share):
         optimizer.state_dict()
     with pytest.raises(StopError), at_line(int(share * lines[0]), stop(StopError)):
         optimizer.state_dict()
-    if optimizer.steps.broken:
+    if optimizer.frame.steps.broken:
         with pytest.raises(CollectiveError, match="interrupted"):
             optimizer.state_dict()
         return
@@ -269,7 +269,7 @@ def test_gradients_that_are_used_up_early_are_updated_wholly_or_the_optimizer_cl
         went = [p.detach().clone() for p in params]
         with pytest.raises(StopError), at_line(int(share * lines[0]), stop(StopError)):
             backward()
-        if optimizer.steps.broken:
+        if optimizer.frame.steps.broken:
             with pytest.raises(CollectiveError, match="interrupted"):
                 optimizer.step()
             verdicts[CLOSED] += 1

@@ -129,7 +129,7 @@ def test_all_of_a_deepspeed_config_is_carried_over():
     for config in (given, {"type": "OneBitLamb", "params": given}, {"type": "onebitlamb", "params": given}):
         optimizer = from_deepspeed(config)
         assert {key: optimizer.param_groups[0][key] for key in expected} == expected
-        options = optimizer.options
+        options = optimizer.frame.options
         assert (options.freeze_step, options.variant, options.layerwise) == (49, "deepspeed", "adaptive")
         assert (options.scales_momentum, options.scale_norm, options.bias_correction) == (True, "l2", False)
         assert (options.precondition, options.scale_scope, options.least_share) == (False, "global", 0.0)

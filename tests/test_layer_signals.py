@@ -47,8 +47,12 @@ def test_each_layers_error_is_the_norm_of_its_residual_over_that_of_its_momentum
 def in_units_of_compression(rank: int, transport: Transport):
     optimizer, _ = train("onebit-adam", rank, guard="off", process_group=transport)
     told = optimizer.stats(layers=True)
-    optimizer.reducer.settle()
-    residual, result, layout = optimizer.reducer.worker_residual, optimizer.reducer.result(), optimizer.layout
+    optimizer.algorithm.reducer.settle()
+    residual, result, layout = (
+        optimizer.algorithm.reducer.worker_residual,
+        optimizer.algorithm.reducer.result(),
+        optimizer.frame.layout,
+    )
     parts = [slice(layout.offset(i), layout.offset(i) + n) for i, n in enumerate(layout.sizes)]
     return told, [float(residual[part].norm() / result[part].norm()) for part in parts]
 

@@ -84,10 +84,10 @@ def test_scales_contract_as_usual_until_the_variance_has_settled():
     optimizer, used = make(betas=(0.9, 0.95)), []
     for t in range(16):
         step(optimizer, t)
-        used.append(optimizer.reducer.worker.norm)
+        used.append(optimizer.algorithm.reducer.worker.norm)
     norms = {name: SCALE_NORMS[name] for name in ("contractive", "relaxed")}
     assert used[5:] == [norms["contractive"]] * 5 + [norms["relaxed"]] * 6
-    assert make(numerics=Numerics(scale_norm="l2")).reducer.worker.norm == SCALE_NORMS["l2"]
+    assert make(numerics=Numerics(scale_norm="l2")).algorithm.reducer.worker.norm == SCALE_NORMS["l2"]
 
 
 def drop_late(optimizer: OneBitAdam, t: int, late_from: int) -> None:
@@ -145,7 +145,7 @@ def test_a_tensor_that_stirs_has_a_variance_soon_although_renewals_are_far_apart
     optimizer, soon = make(), 12
     for t in range(300):
         step(optimizer, t, late_from=1000)
-        if t > 220 and optimizer.living.since == 20:  # of 50
+        if t > 220 and optimizer.algorithm.living.since == 20:  # of 50
             break
     before = optimizer.stats()["renewals"]
     for after in range(1, soon + 1):
@@ -242,7 +242,7 @@ def test_what_was_told_is_given_back_when_it_was_used(precondition):
     for t in range(50):
         step(optimizer, t)
         wire.append(optimizer.stats()["wire_bytes"])
-    elements = optimizer.layout.numel
+    elements = optimizer.frame.layout.numel
     assert max(wire) > min(wire) + elements
     assert wire[40] == min(wire), "no squares wait"
 
@@ -372,10 +372,10 @@ def test_a_checkpoint_loads_while_the_host_is_told_that_a_tensor_stirs(kind):
         step(optimizer, t, late_from=300)
         if t < 300:
             continue
-        told += STIRS in optimizer.living.state_dict()
+        told += STIRS in optimizer.algorithm.living.state_dict()
         resumed = make(kind=kind)
         resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-        assert resumed.living.state_dict() == optimizer.living.state_dict()
+        assert resumed.algorithm.living.state_dict() == optimizer.algorithm.living.state_dict()
     assert told
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.optim.marsit import MarsitOptimizer
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 EACH = pytest.mark.parametrize("name", MARSIT)
 
@@ -68,7 +68,7 @@ def test_the_compensation_is_clipped_in_units_of_the_global_step(name, limit):
 @pytest.mark.parametrize("kind", ["float", "tensor"])
 @EACH
 def test_both_stepsizes_follow_a_schedule(name, kind):
-    def schedule(optimizer: MarsitOptimizer, step: int) -> None:
+    def schedule(optimizer: DistributedOptimizer, step: int) -> None:
         rate = 1e-2 * 0.8**step
         if kind == "tensor":
             optimizer.param_groups[0]["lr"].fill_(rate)

@@ -19,8 +19,8 @@ from fusedonebit import (
     Rounds,
 )
 from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
-from fusedonebit.optim.marsit import MarsitOptimizer
 
 STEPS = 16
 
@@ -30,7 +30,7 @@ def resume(
 ) -> tuple[bool, ...]:
     """Trains straight through, with a NaN in steps 1 and 7, and again from what was saved after ``cut`` steps."""
 
-    def take(optimizer: MarsitOptimizer, step: int) -> None:
+    def take(optimizer: DistributedOptimizer, step: int) -> None:
         set_gradients(optimizer, rank, step)
         if step in (1, 7) and rank == 1:
             parameters(optimizer)[0].grad[0, 0] = float("nan")

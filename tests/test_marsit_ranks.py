@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.optim.marsit import MarsitOptimizer
+from fusedonebit.core.optimizer import DistributedOptimizer
 
 MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
 EACH = pytest.mark.parametrize("name", MARSIT)
@@ -34,14 +34,14 @@ def make() -> list[Parameter]:
     return params
 
 
-def step_once(optimizer: MarsitOptimizer, rank: int, step: int) -> None:
+def step_once(optimizer: DistributedOptimizer, rank: int, step: int) -> None:
     for i, p in enumerate(parameters(optimizer)):
         generator = torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i)
         p.grad = (torch.randn(p.shape, generator=generator) + 0.3).to(p.dtype)
     optimizer.step()
 
 
-def compensations(optimizer: MarsitOptimizer) -> list[torch.Tensor]:
+def compensations(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
     return [optimizer.compensation(p) for p in parameters(optimizer)]
 
 
@@ -51,7 +51,7 @@ def train(
     """What this rank has after each step."""
     optimizer = MARSIT[name](make(), 1e-2, weight_decay=0.1, process_group=group, **options)
     seen: dict[str, Any] = {"phases": [], "prints": [], "largest": [], "own": []}
-    for step in range(rounds * optimizer.options.local_steps):
+    for step in range(rounds * optimizer.frame.options.local_steps):
         step_once(optimizer, rank, step)
         kept = compensations(optimizer)
         seen["phases"].append(optimizer.phase)

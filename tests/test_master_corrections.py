@@ -48,7 +48,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def off_by(optimizer: DistributedOptimizer, at: int, value: Tensor) -> float:
     """How far from ``value`` a parameter's master is, in units of the last place of bfloat16."""
-    found = optimizer.parameters.master(at)
+    found = optimizer.frame.parameters.master(at)
     return float(((found.view(torch.int32) - value.float().view(torch.int32)).abs() / 2.0**16).max())
 
 
@@ -258,7 +258,7 @@ def test_checkpoints_go_from_each_kind_of_masters_to_each(source, target):
     train(again, 0, range(2), BF16)
     put(parameters(again), [p.detach() for p in parameters(first)])
     again.load_state_dict(through_a_file(first.state_dict()))
-    again.parameters.refresh_masters()
+    again.frame.parameters.refresh_masters()
     wanted = masters(first) if source else [p.detach().float() for p in parameters(first)]
     for found, master in zip(masters(again), wanted, strict=True):
         off = (found.view(torch.int32) - master.view(torch.int32)).abs().max()
@@ -273,7 +273,7 @@ def test_a_parameter_that_is_not_its_loaded_master_rounded_counts(kept):
     train(first, 0, range(5), BF16)
     again.load_state_dict(through_a_file(first.state_dict()))
     put(parameters(again), [torch.full_like(p, 3.0) for p in parameters(first)])
-    again.parameters.refresh_masters()
+    again.frame.parameters.refresh_masters()
     assert all((m == 3.0).all() for m in masters(again))
 
 

@@ -97,9 +97,9 @@ def test_both_calls_make_an_optimizer_with_the_configs_numbers(name, migrate):
         assert group["lr"] == expected["lr"]
         assert group["weight_decay"] == expected["weight_decay"]
         assert tuple(group["betas"]) == tuple(expected["betas"])
-        assert optimizer.options.max_grad_norm == (AUTO["max_grad_norm"] if clipping == "auto" else clipping)
+        assert optimizer.frame.options.max_grad_norm == (AUTO["max_grad_norm"] if clipping == "auto" else clipping)
         if "freeze_step" in params:
-            assert optimizer.options.freeze_step == params["freeze_step"] - 1
+            assert optimizer.frame.options.freeze_step == params["freeze_step"] - 1
         for key, ours in LAMB.items():
             if key in params:
                 assert group[ours] == params[key]
@@ -176,7 +176,7 @@ def test_suggestion_is_a_key_of_the_same_optimizer(migrate):
 def test_in_fp32_deepspeeds_numerics_have_a_scale_for_each_parameter(migrate):
     for name, scope in (("unit_test_onebit_adam_fp32", "layer"), ("unit_test_onebit_adam_fp16", "global")):
         _, printed, _ = migrate(CONFIGS[name])
-        assert call(printed, THEIRS).options.scale_scope == scope
+        assert call(printed, THEIRS).frame.options.scale_scope == scope
 
 
 def test_every_key_that_the_documentation_names_is_carried_or_explained_not_merely_swallowed():

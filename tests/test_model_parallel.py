@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from fusedonebit import AdamW, OneBitAdam, OneBitLamb, OneBitLion, Wire, ZeroOneAdam, amp, dcp
-from fusedonebit.optim.averaging import AveragingOptimizer
+from fusedonebit.optim.averaging import Averaging
 from fusedonebit.optim.policies import FixedRounds
 
 LR, MOST = 1e-2, 0.5
@@ -83,7 +83,7 @@ def expected_norm(optimizer: Any, step: int, replica: int) -> float:
     each = [gradients(step, d) for d in (0, 1)]
     if optimizer.phase == "local":
         return norm_of(each[replica])
-    if isinstance(optimizer, AveragingOptimizer) and optimizer.phase in ("uncompressed", "warmup"):
+    if isinstance(optimizer.algorithm, Averaging) and optimizer.phase in ("uncompressed", "warmup"):
         return norm_of({name: (each[0][name] + each[1][name]) / 2 for name in WHOLE})
     return (norm_of(each[0]) + norm_of(each[1])) / 2
 
@@ -111,7 +111,7 @@ def cut_optimizer(name: str, rank: int, **more: Any) -> tuple[dict[str, Paramete
 def clip(rank: int, world_size: int, name: str) -> tuple[float, str, str]:
     params, optimizer = cut_optimizer(name, rank, max_grad_norm=MOST)
     worst, step = 0.0, -1
-    while step < 20 or not optimizer.synchronised:
+    while step < 20 or not optimizer.algorithm.synchronised:
         step += 1
         give(params, step, rank // 2, rank % 2)
         optimizer.step()
@@ -227,7 +227,7 @@ def skip(rank: int, world_size: int, name: str, clips: bool) -> tuple[int, list[
     params, optimizer = cut_optimizer(name, rank, max_grad_norm=MOST if clips else None)
     scaler = amp.GradScaler("cpu", 2.0**8, growth_interval=1000)
     scales: list[float] = []
-    while (step := len(scales)) < 24 or not optimizer.synchronised:
+    while (step := len(scales)) < 24 or not optimizer.algorithm.synchronised:
         give(params, step, rank // 2, rank % 2)
         for p in params.values():
             p.grad = scaler.scale(p.grad)
@@ -253,7 +253,7 @@ def test_an_overflow_in_one_shard_holds_all_of_the_model_still(name, clips):
 
 def spoil(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
     (params, optimizer), step = cut_optimizer(name, rank), -1
-    while step < 23 or not optimizer.synchronised:
+    while step < 23 or not optimizer.algorithm.synchronised:
         step += 1
         give(params, step, rank // 2, rank % 2)
         if step in (5, 13) and rank == 2:

@@ -222,7 +222,7 @@ def test_lamb_keeps_its_moments_so(state):
         optimizer = Lamb(params(), 1e-2, numerics=Numerics(state=each))
         train(optimizer, range(30))
         runs[each] = torch.cat([x.flatten() for x in values(optimizer)])
-        held = optimizer.stats()["state_bytes"] / optimizer.layout.numel
+        held = optimizer.stats()["state_bytes"] / optimizer.frame.layout.numel
         expected = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.0}[each]
         print(f"{each}: {held:.2f} bytes of state for each element")
         assert expected <= held < expected + 0.3  # what there is by block
@@ -240,7 +240,7 @@ def test_it_holds_two_bytes_or_one_of_each_number(kind, state):
         optimizer = narrow(kind, each)
         train(optimizer, range(8))
         assert optimizer.phase == "compression"
-        held[each] = optimizer.stats()["state_bytes"] / optimizer.layout.numel
+        held[each] = optimizer.stats()["state_bytes"] / optimizer.frame.layout.numel
     print(f"{kind}: {held[state]:.2f} bytes of state for each element, {held['fp32']:.2f} in float32")
     numbers = 3 if kind == "living" else 2
     others = held["fp32"] - 4 * numbers  # bits, and what there is by block
@@ -262,8 +262,8 @@ def on_ranks(rank: int, transport: Transport, options: dict[str, Any]) -> tuple[
     optimizer = OneBitAdam(params(), 1e-3, **objects(guard="off", **options), process_group=transport)
     train(optimizer, range(10), rank)
     assert optimizer.phase == "compression"
-    assert optimizer.reducer.server_residual.dtype is optimizer.exp_avg.dtype is not torch.float32
-    return values(optimizer), optimizer.stats()["state_bytes"] / optimizer.layout.numel
+    assert optimizer.algorithm.reducer.server_residual.dtype is optimizer.algorithm.exp_avg.dtype is not torch.float32
+    return values(optimizer), optimizer.stats()["state_bytes"] / optimizer.frame.layout.numel
 
 
 @pytest.mark.parametrize("more", [{}, {"buckets": 2, "scale_scope": "layer"}], ids=["whole", "buckets"])
@@ -331,7 +331,11 @@ def test_a_re_warm_up_goes_on_as_narrow(state):
     for optimizer in (wide, half):
         train(optimizer, range(9))
         assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)
-    assert half.exp_avg.dtype is half.exp_avg_sq.dtype is {"bf16": torch.bfloat16, "8bit": torch.uint8}[state]
+    assert (
+        half.algorithm.exp_avg.dtype
+        is half.algorithm.exp_avg_sq.dtype
+        is {"bf16": torch.bfloat16, "8bit": torch.uint8}[state]
+    )
     p, q = (optimizer.param_groups[0]["params"][0] for optimizer in (wide, half))
     apart = (half.momentum(q) - wide.momentum(p)).norm() / wide.momentum(p).norm()
     print(f"momenta {apart:.3f} apart")
@@ -349,11 +353,11 @@ def test_a_residual_can_be_looked_at_and_stays_as_it_is(state):
     assert all(e.dtype is torch.float32 for e in found)
     print(f"residuals have the norm {norms[1] / norms[0]:.3f} times that in float32")
     assert 0.9 < norms[1] / norms[0] < 1.1
-    before = [kept.clone() for kept in (optimizer.exp_avg, optimizer.exp_avg_sq)]
+    before = [kept.clone() for kept in (optimizer.algorithm.exp_avg, optimizer.algorithm.exp_avg_sq)]
     again = [optimizer.worker_error(p) for p in optimizer.param_groups[0]["params"]]
     assert all(map(torch.equal, again, found))
     optimizer.momentum(optimizer.param_groups[0]["params"][0])
-    assert all(map(torch.equal, (optimizer.exp_avg, optimizer.exp_avg_sq), before))
+    assert all(map(torch.equal, (optimizer.algorithm.exp_avg, optimizer.algorithm.exp_avg_sq), before))
 
 
 def test_what_can_not_be_kept_so_is_refused():

@@ -122,7 +122,7 @@ def test_renewals_are_counted_as_the_optimizer_makes_them():
             p.grad = torch.randn(64, generator=torch.Generator().manual_seed(2 * step + number))
             optimizer.step()
             if number == 0 and step >= 2:
-                seen.append(optimizer.living.due)
+                seen.append(optimizer.algorithm.living.due)
 
     SimulatedGroup(2).run(rank)
     assert [whole.renewals(steps) for steps in range(1, 141)] == [sum(seen[:steps]) for steps in range(1, 141)]
@@ -134,9 +134,9 @@ def test_zero_one_adams_stages_are_those_in_which_its_workers_tell():
     def rank(number, transport):
         p = torch.nn.Parameter(torch.ones(64))
         optimizer = ZeroOneAdam([p], 1e-3, process_group=transport)
-        tells = optimizer.own.tells
+        tells = optimizer.algorithm.own.tells
         if number == 0:
-            optimizer.own.tells = lambda *done: seen.append(tells(*done)) or seen[-1]
+            optimizer.algorithm.own.tells = lambda *done: seen.append(tells(*done)) or seen[-1]
         for _ in range(50):
             p.grad = torch.randn(64)
             optimizer.step()

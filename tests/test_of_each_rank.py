@@ -90,7 +90,7 @@ def attached(rank: int, world_size: int) -> list[str]:
     assert of_each_rank.ours(wrapped) is optimizer
     for _ in range(2):  # a second training run finds it attached
         of_each_rank.attach_once(model, optimizer)
-    assert optimizer.under_ddp.attached
+    assert optimizer.frame.under_ddp.attached
     with pytest.raises(TypeError, match="optimizer must be one of fusedonebit's, got SGD"):
         of_each_rank.ours(torch.optim.SGD(model.parameters(), 0.1))
     of_each_rank.refuse_clipping(optimizer, "clip", 0, 0)

@@ -214,7 +214,7 @@ def test_what_an_option_object_has_not_is_told_where_it_belongs(kind, name, said
 
 
 def test_ranks_compare_what_an_optimizer_takes_and_nothing_else():
-    names = {name: set(make(model_of().parameters(), lr=1e-3).options.names()) for name, make in MAKE.items()}
+    names = {name: set(make(model_of().parameters(), lr=1e-3).frame.options.names()) for name, make in MAKE.items()}
     for name, taken in names.items():
         assert {"nonfinite", "block_size", "broadcast_parameters", "master_weights", "max_grad_norm"} <= taken, name
         assert not taken & {"mask", "hierarchy", "maximize", "c_min", "global_ratio"}, name
@@ -237,7 +237,7 @@ def test_an_object_of_another_type_is_refused_on_every_rank(argument):
 
 
 def test_an_optimizers_own_default_stands_where_an_object_says_none():
-    made = {name: make(model_of().parameters(), lr=1e-3).options for name, make in MAKE.items()}
+    made = {name: make(model_of().parameters(), lr=1e-3).frame.options for name, make in MAKE.items()}
     assert {name: options.bias_correction for name, options in made.items()} == {
         **dict.fromkeys(("AdamW, ours", "OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
         **dict.fromkeys(("Lamb", "OneBitLamb", "MarsitSGD", "OneBitLion"), False),
@@ -274,7 +274,7 @@ def test_what_is_said_goes_before_deepspeeds_numerics():
     made = OneBitLamb.from_deepspeed(
         model_of().parameters(), block, numerics=numerics, faults=Faults(guard="warn"), layerwise=Layerwise(c_max=2.0)
     )
-    options = made.options
+    options = made.frame.options
     assert (options.scale_norm, options.scale_scope, options.master_weights) == ("contractive", "global", True)
     assert (options.guard, options.variant, made.param_groups[0]["c_max"]) == ("warn", "deepspeed", 2.0)
     block["params"]["max_coeff"] = 3.0
@@ -369,7 +369,7 @@ def test_bad_deadlines_are_named(freeze, text):
 def test_zero_one_adam_takes_its_policies_as_arguments():
     rounds = policies.DoublingRounds(after=2, scaler=2)
     optimizer = ZeroOneAdam(model_of().parameters(), sync_policy=rounds)
-    assert optimizer.options.sync_policy is rounds
+    assert optimizer.frame.options.sync_policy is rounds
 
 
 GROUPS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {

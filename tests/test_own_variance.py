@@ -36,8 +36,8 @@ def train(optimizer: ZeroOneAdam, rank: int, steps: int, start: int = 0) -> None
 
 
 def level(optimizer: ZeroOneAdam) -> OwnVariance:
-    assert optimizer.own is not None
-    return optimizer.own
+    assert optimizer.algorithm.own is not None
+    return optimizer.algorithm.own
 
 
 def owed(optimizer: ZeroOneAdam) -> list[Tensor]:
@@ -84,12 +84,12 @@ def test_alone_it_is_adamw_but_for_what_is_still_owed(length, options):
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
         if "max_grad_norm" in options:
             torch.nn.utils.clip_grad_norm_(copies, options["max_grad_norm"])
-        if optimizer.synchronised:
+        if optimizer.algorithm.synchronised:
             start, decays = [p.detach().clone() for p in ours], 1.0
         decays *= 1 - optimizer.param_groups[0]["lr"] * DECAY
         optimizer.step()
         adamw.step()
-        before = ours if optimizer.synchronised else [decays * x for x in start]
+        before = ours if optimizer.algorithm.synchronised else [decays * x for x in start]
         for x, c, q in zip(before, owed(optimizer), copies, strict=True):
             worst = max(worst, float((x.detach() - c - q.detach()).abs().max()))
     moved = max(float((p - q).detach().abs().max()) for p, q in zip(copies, make_parameters(), strict=True))
@@ -121,19 +121,19 @@ def test_nothing_of_what_workers_want_to_move_is_lost(world_size):
                 d = (v.double() * float(rho[i]) / (1 - BETAS[1] ** t)).sqrt() + 1e-8
                 moved = torch.where(m == before[i], 0.0, m.double())  # what is dropped keeps its momentum
                 steps.append(1e-2 * moved / (1 - BETAS[0] ** t) / d)
-            optimizer.reducer.settle()
+            optimizer.algorithm.reducer.settle()
             seen.append(
                 {
                     "x": flat(parameters(optimizer)).astype(np.float64),
                     "e": flat(owed(optimizer)).astype(np.float64),
                     "u": flat(steps).astype(np.float64),
-                    "E": optimizer.reducer.server_residual.double().numpy().copy(),
-                    "ends": np.array(optimizer.synchronised),
+                    "E": optimizer.algorithm.reducer.server_residual.double().numpy().copy(),
+                    "ends": np.array(optimizer.algorithm.synchronised),
                 }
             )
         assert raised == [TypeError if rank == 1 else AbortedStepError]
         assert optimizer.stats()["skipped_steps"] == 3
-        layout = optimizer.layout
+        layout = optimizer.frame.layout
         where = np.concatenate([layout.offset(i) + np.arange(size) for i, size in enumerate(layout.sizes)])
         return [{**each, "where": where} for each in seen]
 
@@ -338,10 +338,10 @@ def wrote_and_read(rank: int, world_size: int, folder: str, steps: int, reads: b
     of_all = [fingerprint([level(optimizer).levels, level(optimizer).rho]), fingerprint(parameters(optimizer))]
     means = [torch.cat([x.flatten() for x in each(optimizer)]) for each in (momenta, variances)]
     mean = torch.stack(means).double()
-    optimizer.ranks.transport.all_reduce(mean)
-    total = torch.zeros(optimizer.layout.numel)
-    optimizer.reducer.take_residuals(total)
-    layout = optimizer.layout
+    optimizer.frame.ranks.transport.all_reduce(mean)
+    total = torch.zeros(optimizer.frame.layout.numel)
+    optimizer.algorithm.reducer.take_residuals(total)
+    layout = optimizer.frame.layout
     left = torch.cat([total[layout.offset(i) :][:size] for i, size in enumerate(layout.sizes)]).double()
     train_model(model, optimizer, range(20, 24))
     return torch.cat([left[None], mean / world_size]), of_all, fingerprint(parameters(optimizer))

@@ -74,7 +74,7 @@ def stand(rank: int, transport: Transport, name: str, master_weights: bool, tens
         group["lr"] = torch.tensor(LR) if tensor else LR
     optimizer = KINDS[name](groups, process_group=transport, **more)
     train(optimizer, rank, 6, 0)
-    while not getattr(optimizer, "synchronised", True):
+    while not getattr(getattr(optimizer, "algorithm", None), "synchronised", True):
         train(optimizer, rank, 1, 6)
     before, moves = fingerprint(groups[1]["params"]), fingerprint(groups[0]["params"])
     rate(optimizer, 0.0)
@@ -110,12 +110,12 @@ def left(side: Any) -> Tensor:
 
 def owed(optimizer: Any, rank: int) -> Tensor:
     """What this rank still has to move, its part of mean(e) + E: float32 of all parameters of the second group."""
-    layout = optimizer.layout
+    layout = optimizer.frame.layout
     if hasattr(optimizer, "compensation"):
         parts = [optimizer.compensation(p).reshape(-1) for p in optimizer.param_groups[1]["params"]]
         return torch.cat(parts) / layout.world_size
-    line = left(optimizer.reducer.worker) / layout.world_size
-    for server in optimizer.reducer.sides[1:]:
+    line = left(optimizer.algorithm.reducer.worker) / layout.world_size
+    for server in optimizer.algorithm.reducer.sides[1:]:
         line.view(layout.world_size, -1)[rank] += left(server)
     return torch.cat([line[layout.offset(i) : layout.offset(i) + layout.sizes[i]] for i in (2, 3)])
 
@@ -150,14 +150,14 @@ def pause(rank: int, transport: Transport, name: str, after: int) -> tuple[list[
     groups = make()
     optimizer = KINDS[name](groups, LR, process_group=transport)
     train(optimizer, rank, 30, 0)
-    while not optimizer.synchronised:
+    while not optimizer.algorithm.synchronised:
         train(optimizer, rank, 1, 30)
     length = optimizer.stats().get("round_steps", 3)
     train(optimizer, rank, after, 31)
-    assert not optimizer.synchronised
+    assert not optimizer.algorithm.synchronised
     rate(optimizer, 0.0)
     train(optimizer, rank, length - after, 34)
-    assert optimizer.synchronised
+    assert optimizer.algorithm.synchronised
     ended, values = fingerprint(groups[1]["params"]), flat(groups[1]["params"])
     assert train(optimizer, rank, 2 * length, 40) == [ended] * 2 * length
     return [ended], values.tolist()

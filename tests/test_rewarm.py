@@ -16,8 +16,9 @@ from test_freeze import gradient, step_once
 from test_guard import make, train
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitOptimizer
+from fusedonebit import FusedOneBitWarning
 from fusedonebit.comm import CollectiveError, SimulatedGroup
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.triton_kernels import TAIL
 
 STRETCH, EVERY = 10, 4
@@ -36,7 +37,7 @@ VARIANTS = pytest.mark.parametrize(
 )
 
 
-def rewarming(name: str, transport=None, params: list[Parameter] | None = None, **options) -> OneBitOptimizer:
+def rewarming(name: str, transport=None, params: list[Parameter] | None = None, **options) -> DistributedOptimizer:
     defaults = {"freeze_step": WARMUP, "betas": (0.9, BETA2), "refuse_every": EVERY, "rewarm_steps": STRETCH}
     options = UNGUARDED | defaults | options
     return construct(name, make(*SHAPES) if params is None else params, process_group=transport, **options)
@@ -119,17 +120,17 @@ def rewarm_once(rank: int, transport, name: str, options: dict) -> dict:
     told = transport.traffic.collectives_total, transport.traffic.bytes_total
     train(optimizer, rank, WARMUP + EVERY, 1, factor=0.0)
     traffic = transport.traffic.collectives_total - told[0], transport.traffic.bytes_total - told[1]
-    residuals = optimizer.reducer.worker.compensated, optimizer.reducer.server.compensated
+    residuals = optimizer.algorithm.reducer.worker.compensated, optimizer.algorithm.reducer.server.compensated
     assert not residuals[1].any()
     told = optimizer.stats()
     assert (told["worker_error_norm"], told["server_error_norm"], told["compensated_norm"]) == (0, 0, 0)
     assert not any(optimizer.worker_error(p).any() for p in parameters(optimizer))
     group, v = optimizer.param_groups[0], flat([optimizer.state[p]["exp_avg_sq"] for p in parameters(optimizer)])
-    unbias = 1 - group["betas"][0] ** (WARMUP + EVERY + 1) if optimizer.options.bias_correction else 1.0
+    unbias = 1 - group["betas"][0] ** (WARMUP + EVERY + 1) if optimizer.frame.options.bias_correction else 1.0
     # A step of Adam's, by the v with which the stretch begins, as the momentum is that it goes on with.
     most = group["betas"][0] * unbias * np.sqrt(v / min(BETA2, 1 - 1 / STRETCH))
     after = {"m": flat([optimizer.momentum(p) for p in parameters(optimizer)]), "most": most}
-    return {"before": before, "served": part, "after": after, "traffic": traffic, "layout": optimizer.layout}
+    return {"before": before, "served": part, "after": after, "traffic": traffic, "layout": optimizer.frame.layout}
 
 
 @pytest.mark.long(but=2)
@@ -312,7 +313,7 @@ CUTS = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def resumed(optimizer: OneBitOptimizer, name: str, transport, **options) -> OneBitOptimizer:
+def resumed(optimizer: DistributedOptimizer, name: str, transport, **options) -> DistributedOptimizer:
     params = [Parameter(p.detach().clone()) for p in parameters(optimizer)]
     saved = through_a_file(optimizer.state_dict())
     fresh = rewarming(name, transport, params, **options)

@@ -28,11 +28,11 @@ HUGE = model.transformer(1e11)
 @pytest.mark.filterwarnings("ignore:after so few updates", "ignore:the average")
 def test_the_formulas_are_what_an_optimizer_holds(sizes, ranks, optimizer):
     rank = made(tuple(filter(None, sizes)), ranks, optimizer)
-    memory, stats = model.memory(rank.layout, optimizer), rank.stats()
+    memory, stats = model.memory(rank.frame.layout, optimizer), rank.stats()
     assert (stats["phase"], stats["skipped_steps"]) == ("compression", 0)
     assert memory.state == stats["state_bytes"]
     assert memory.scratch == stats["wire_bytes"]
-    message = model.message_bytes(rank.layout)
+    message = model.message_bytes(rank.frame.layout)
     assert stats["bytes_step"] == 2 * (ranks - 1) * message
 
 
@@ -58,8 +58,8 @@ def test_a_step_takes_as_many_operations_on_any_number_of_ranks_and_none_has_a_s
             rank.step()
         counts[ranks] = operations.count
         # Of W messages and of the tables; a table of W x W would have 262,144 elements.
-        message = model.message_bytes(rank.layout)
-        assert operations.largest <= max(rank.layout.numel, ranks * message)
+        message = model.message_bytes(rank.frame.layout)
+        assert operations.largest <= max(rank.frame.layout.numel, ranks * message)
     assert len(set(counts.values())) == 1, counts
     more = made((*sizes, *[500] * 60), 32, optimizer)
     operations = Operations()

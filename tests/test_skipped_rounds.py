@@ -154,7 +154,7 @@ def test_rounds_that_end_at_multiples_of_a_number_of_calls_do_so_also_after_skip
         run, together = Run(rank, make, True), []
         for call in range(1, 25):
             run.step(call, call in (2, 3, 11))
-            if run.optimizer.synchronised:
+            if run.optimizer.algorithm.synchronised:
                 together.append(call)
         return together, True
 
@@ -175,7 +175,7 @@ def test_ranks_agree_on_rounds_though_one_has_looked_early(make):
 
     def job(rank: int, transport: Any, looking: bool) -> tuple[list[str], bool]:
         run = Run(rank, partial(make, process_group=transport), True)
-        run.optimizer.steps.outcomes._mirror = HostMirror(run.optimizer.device, depth=1)
+        run.optimizer.frame.steps.outcomes._mirror = HostMirror(run.optimizer.frame.device, depth=1)
         for call in range(24):
             run.step(call, call in (0, 1, 2, 5, 6))
             if looking and rank == 0:

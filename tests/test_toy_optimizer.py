@@ -22,7 +22,9 @@ from zero_one_arguments import lion_arguments
 
 from fusedonebit import dcp, ddp
 from fusedonebit.comm import SignVote, Told
-from fusedonebit.core.compressing import FeedbackOptimizer
+from fusedonebit.core.compressing import Feedback
+from fusedonebit.core.frame import Frame
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.state.spec import StateSpec
 from fusedonebit.triton_kernels import rule, rules, using, vote_op
 from fusedonebit.triton_kernels.jit import tl
@@ -42,29 +44,37 @@ def heavy_ball(m, g, k):
 toy_vote = vote_op("toy_vote", heavy_ball)
 
 
-class Signum(FeedbackOptimizer):
-    """SignSGD with momentum by majority vote."""
+class MajorityVote(Feedback):
+    """Workers vote on the sign of their momentum."""
 
     kept = (StateSpec("exp_avg", "element", "exp_avg", of_rank=True),)
     takes_shards = False
     reducer: SignVote
 
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        where = {"device": frame.device, "live": frame.live, "compensated": self.exp_avg}
+        self.reducer = SignVote(frame.layout, frame.ranks.transport, aggregation="majority", **where)
+
+    def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
+        frame = self.frame
+
+        def vote(part: SignVote) -> None:
+            hold = part.hold + 1 if told.abort else part.hold
+            where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
+            toy_vote(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
+
+        self._apply_momentum(self._synchronise(vote, told, coef))
+
+
+class Signum(DistributedOptimizer):
+    """SignSGD with momentum by majority vote."""
+
+    kind = MajorityVote
+
     def __init__(self, params: Any, lr: float = LR, *, process_group: Any = None) -> None:
         defaults = {"lr": lr, "betas": (BETA, 0.99), "weight_decay": DECAY}
         super().__init__(params, defaults, process_group=process_group)
-
-    def build(self) -> None:
-        super().build()
-        where = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
-        self.reducer = SignVote(self.layout, self.ranks.transport, aggregation="majority", **where)
-
-    def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
-        def vote(part: SignVote) -> None:
-            hold = part.hold + 1 if told.abort else part.hold
-            where = (self.steps.updates, hold, part.to_servers.bits, part.weights, self.ranks.transport.rank)
-            toy_vote(grads, self.places, self.exp_avg, agreed.coef, *where, part.found)
-
-        self._apply_momentum(self._synchronise(vote, told, coef))
 
 
 # ---------------------------------------------------------------- what it is
@@ -128,7 +138,7 @@ class Undecayed(Signum):
     """Its groups have no weight_decay."""
 
     def __init__(self, params: Any) -> None:
-        FeedbackOptimizer.__init__(self, params, {"lr": LR, "betas": (BETA, 0.99)}, process_group=None)
+        DistributedOptimizer.__init__(self, params, {"lr": LR, "betas": (BETA, 0.99)}, process_group=None)
 
 
 def test_groups_without_weight_decay_do_not_decay():

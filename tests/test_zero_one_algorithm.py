@@ -138,7 +138,7 @@ class Seen:
 
 
 def line(optimizer: ZeroOneAdam, tensors: list[Tensor]) -> np.ndarray:
-    layout = optimizer.layout
+    layout = optimizer.frame.layout
     flat = np.zeros(layout.numel)
     for i, t in enumerate(tensors):
         flat[layout.offset(i) : layout.offset(i) + t.numel()] = t.detach().double().reshape(-1).numpy()
@@ -162,7 +162,7 @@ def run(world_size: int, rounds: tuple[int, ...], steps: int, options: dict, cha
             now |= {"phase": optimizer.phase, "x": line(optimizer, params)}
             now["m"] = line(optimizer, [optimizer.momentum(p) for p in params])
             now["v"] = line(optimizer, [optimizer.state[p]["exp_avg_sq"] for p in params])
-            reduce = optimizer.reducer
+            reduce = optimizer.algorithm.reducer
             if optimizer.phase == "one-bit":
                 now["signs"] = unpack(reduce.to_servers.bits).view(-1).numpy() > 0
                 now["bits"] = unpack(reduce.bits).view(-1).numpy() > 0
@@ -191,7 +191,7 @@ def off(ours: np.ndarray, reference: np.ndarray, live: np.ndarray, least: float 
 
 def compare(ranks: list, rounds: tuple[int, ...], options: dict, what: str, masked: np.ndarray | None = None) -> None:
     optimizer, first = ranks[0]
-    layout = optimizer.layout
+    layout = optimizer.frame.layout
     live = line(optimizer, [torch.ones(p.shape) for p in parameters(optimizer)]) > 0
     if masked is not None:
         live &= masked

@@ -52,7 +52,7 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
     train(optimizer, rank, begin)
     values, variance = fingerprint(parameters(optimizer)), fingerprint(variances(optimizer))
     m, had = whole(momenta(optimizer)), whole(residuals(optimizer))  # which settles
-    served = optimizer.reducer.server_residual.clone()
+    served = optimizer.algorithm.reducer.server_residual.clone()
     denom, due, outcome = denominators(optimizer, 2 if begin <= 7 else 3), torch.zeros_like(m), (None, "")
     kept, own = m.clone(), torch.from_numpy(denominators(optimizer, 2, 0.0) / denom)  # a renewal divides by its own
     with warnings.catch_warnings(record=True) as seen:
@@ -72,7 +72,7 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
     gained, stats = whole(residuals(optimizer)) - had, optimizer.stats()
     settled = {
         "still": fingerprint(parameters(optimizer)) == values and fingerprint(variances(optimizer)) == variance,
-        "servers": torch.equal(optimizer.reducer.server_residual, served),
+        "servers": torch.equal(optimizer.algorithm.reducer.server_residual, served),
         "momentum": float((whole(momenta(optimizer)) - (kept * own if place == "renewing" else 0)).abs().max()),
         "lost": float((gained - (0 if place == "renewing" else due)).abs().max() / due.abs().max()),
         "counts": (stats["step"], stats["skipped_steps"]),
@@ -111,7 +111,7 @@ def test_until_a_renewal_was_not_skipped_nothing_moves(precondition, variance_fl
     """There is no variance yet: steps of lr/eps would end everything. On CUDA skips are known one step ``late``."""
     options: dict[str, Any] = {"precondition": precondition, "variance_floor": variance_floor, "weight_decay": 0.0}
     optimizer = make(make_parameters(), (0, 1, 2, 1), **options)
-    optimizer.steps.outcomes._mirror = HostMirror(optimizer.device, depth=late)
+    optimizer.frame.steps.outcomes._mirror = HostMirror(optimizer.frame.device, depth=late)
     before = [p.detach().clone() for p in parameters(optimizer)]
     phases = []
     for step in range(3 + late):

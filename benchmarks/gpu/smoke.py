@@ -24,7 +24,9 @@ from fusedonebit import (
     Wire,
     ZeroOneAdam,
 )
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.optim.policies import DoublingRounds, DoublingVariance
+from fusedonebit.optim.two_stage import TwoStage
 from fusedonebit.triton_kernels import using
 
 from ..loopback import Loopback
@@ -37,7 +39,7 @@ CAPTURES_AT, REPLAYS = STEPS, 12
 ROUNDS = Rounds(full_precision_every=5)
 LIVING: dict[str, Any] = {"warmup": FREEZE, "betas": (0.9, 0.95)}
 """Steps can be captured 0.25 / (1 - beta2) steps after the warm-up."""
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., DistributedOptimizer]] = {
     "OneBitAdam": partial(OneBitAdam, **LIVING),
     "OneBitAdam-frozen": partial(OneBitAdam, freeze_step=FREEZE),
     "OneBitAdam-bf16": partial(OneBitAdam, **LIVING, numerics=Numerics(state="bf16")),
@@ -109,8 +111,8 @@ def equals_eager(name: str, device: torch.device) -> str:
     with using("plain"):
         eager = Run(name, torch.device("cpu"))
         expected = eager.train(0, STEPS)
-        told = eager.optimizer.stats()  # type: ignore[attr-defined]
-    stats = ours.optimizer.stats()  # type: ignore[attr-defined]
+        told = eager.optimizer.stats()
+    stats = ours.optimizer.stats()
     for key in ("step", "skipped_steps", "phase"):
         if stats[key] != told[key]:
             raise AssertionError(f"{key} is {stats[key]!r}, of eager torch on the CPU {told[key]!r}")
@@ -152,7 +154,8 @@ def replays_equal_steps(name: str, device: torch.device, **options: Any) -> str:
 
     def step(t: int) -> None:
         stepped.optimizer.step()
-        living = getattr(stepped.optimizer, "living", None)
+        algorithm = stepped.optimizer.algorithm
+        living = algorithm.living if isinstance(algorithm, TwoStage) else None
         renews.extend([t] * bool(living and living.due))
 
     expected = stepped.train(CAPTURES_AT, CAPTURES_AT + REPLAYS, step)
@@ -176,7 +179,7 @@ def replays_equal_steps(name: str, device: torch.device, **options: Any) -> str:
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         if not torch.equal(a, b):
             raise AssertionError(f"{int((a != b).sum())} of {a.numel()} elements of tensor {i} have other bits")
-    steps = [run.optimizer.stats()["step"] for run in (replayed, stepped)]  # type: ignore[attr-defined]
+    steps = [run.optimizer.stats()["step"] for run in (replayed, stepped)]
     if steps[0] != steps[1]:
         raise AssertionError(f"replays have counted {steps[0]} steps instead of {steps[1]}")
     return f"{REPLAYS - len(renews)} replays of 2 graphs, {len(renews)} steps that renew"

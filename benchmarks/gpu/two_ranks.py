@@ -88,7 +88,7 @@ def _trained(run: Run) -> tuple[Tensor, dict[str, Any]]:
     """Take steps to the end of a round, within which 0/1 Adam's ranks are apart."""
     last = STEPS
     params = run.train(0, last)
-    while (stats := run.optimizer.stats()).get("local_steps"):  # type: ignore[attr-defined]
+    while (stats := run.optimizer.stats()).get("local_steps"):
         params = run.train(last, last + 1)
         last += 1
     return torch.cat([p.flatten() for p in params]), stats

@@ -153,14 +153,14 @@ class Renewing(OneBit):
 
     def start(self) -> None:
         super().start()
-        self.optimizer.living.age = 0
+        self.optimizer.algorithm.living.age = 0
 
 
 class RenewingOverlapped(Overlapped):
     """The same, overlapped."""
 
     def start(self) -> None:
-        self.optimizer.living.age = 0
+        self.optimizer.algorithm.living.age = 0
 
 
 class Silent(OneBit):
@@ -170,7 +170,7 @@ class Silent(OneBit):
 
     def __init__(self, model: nn.Module, make: Callable[..., Any]) -> None:
         super().__init__(model, make)
-        self.optimizer.own.tells = lambda done, steps: self.tells
+        self.optimizer.algorithm.own.tells = lambda done, steps: self.tells
 
 
 class Telling(Silent):
@@ -187,7 +187,7 @@ class Warming(OneBit):
 
 def between_renewals(optimizer: Any) -> None:
     """Make the next step one long after the warm-up, in which no renewal is due."""
-    optimizer.living.age, optimizer.living.since = FAR, 0
+    optimizer.algorithm.living.age, optimizer.algorithm.living.since = FAR, 0
 
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:

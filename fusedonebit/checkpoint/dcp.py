@@ -55,7 +55,7 @@ T = TypeVar("T")
 def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return what ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
     _check_ranks(optimizer)
-    _check_round(optimizer, optimizer.plain_state())
+    _check_round(optimizer, optimizer.algorithm.plain_state())
     return {"model": get_model_state_dict(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 
@@ -90,14 +90,14 @@ def async_save(
     """
     _check_ranks(optimizer)
     state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    if dist.is_initialized() and optimizer.ranks.saving_group is None:
+    if dist.is_initialized() and optimizer.frame.ranks.saving_group is None:
         group = _group(optimizer)
         ranks = None if group is None else dist.get_process_group_ranks(group)
         with _naming_rank(optimizer, "saved", checkpoint_id):
-            optimizer.ranks.saving_group = dist.new_group(
+            optimizer.frame.ranks.saving_group = dist.new_group(
                 ranks, backend="gloo", use_local_synchronization=ranks is not None
             )
-    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer.ranks.saving_group}
+    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer.frame.ranks.saving_group}
     return _as_exception(optimizer, _on_all(optimizer, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
 
 
@@ -184,7 +184,7 @@ def load(
 @contextmanager
 def _all_training(optimizer: DistributedOptimizer) -> Iterator[None]:
     """Let torch see parameters as the optimizer was made with them: it leaves out the state of those frozen since."""
-    frozen = [p for p in optimizer.parameters.owners if not p.requires_grad]
+    frozen = [p for p in optimizer.frame.parameters.owners if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
     try:
@@ -279,7 +279,7 @@ def template(
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
     facts.append(("the checkpoint's header", json.dumps(header)))
-    optimizer.ranks.agree(facts, facts, error, "every rank must read the same checkpoint")
+    optimizer.frame.ranks.agree(facts, facts, error, "every rank must read the same checkpoint")
     return _on_all(optimizer, lambda: _room_for(model, optimizer, prefix, header, saved))
 
 
@@ -321,11 +321,11 @@ def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
 
 def _check_left_out(model: Module, optimizer: DistributedOptimizer, prefix: str, saved: Collection[str]) -> None:
     """Raise ValueError if a compressing optimizer, whose state is one row of all, lacks a parameter that has some."""
-    owned = set(map(id, optimizer.parameters.owners))
+    owned = set(map(id, optimizer.frame.parameters.owners))
     names = [name.replace("_orig_mod.", "") for name, p in model.named_parameters() if id(p) not in owned]
     starts = {name.removeprefix("module."): f"{prefix}.state.{name.removeprefix('module.')}." for name in names}
     lost = [name for name, start in starts.items() if any(key.startswith(start) for key in saved)]
-    if optimizer.compresses and lost:
+    if optimizer.algorithm.compresses and lost:
         raise ValueError(
             f"the checkpoint has state of {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}, which the optimizer was "
             "made without: parameters that require no gradient then are left out; make it of all that were trained, "
@@ -337,14 +337,14 @@ def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
     """Return what ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
     error = failure(lambda: results.append(call()))
-    optimizer.ranks.agree([], error=error)
+    optimizer.frame.ranks.agree([], error=error)
     return results[0]
 
 
 @contextmanager
 def _naming_rank(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
-    ranks = optimizer.ranks
+    ranks = optimizer.frame.ranks
     transport = ranks.transport if ranks.shards.count == 1 else TorchTransport(None, ranks.device)
     watched = transport.naming(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
     try:
@@ -363,28 +363,28 @@ def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
 
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
     """Return the ranks over which a checkpoint is written: those of the optimizer; of shards, all."""
-    return None if optimizer.ranks.shards.count > 1 else getattr(optimizer.ranks.transport, "group", None)
+    return None if optimizer.frame.ranks.shards.count > 1 else getattr(optimizer.frame.ranks.transport, "group", None)
 
 
 def _check_ranks(optimizer: DistributedOptimizer) -> None:
     if not isinstance(optimizer, DistributedOptimizer):
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
-    if optimizer.ranks.model_parallel.groups and optimizer.parameters.mesh is not None:
+    if optimizer.frame.ranks.model_parallel.groups and optimizer.frame.parameters.mesh is not None:
         raise RuntimeError(
             "torch.distributed.checkpoint wants all shards of DTensors at once, but process_group has one of "
             "Wire(model_parallel=...) alone: torch.save() each rank's optimizer.state_dict() in its own file"
         )
-    rows = optimizer.ranks.rows
+    rows = optimizer.frame.ranks.rows
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(
             f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
-            f"{type(optimizer.ranks.transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own "
-            "file"
+            f"{type(optimizer.frame.ranks.transport).__name__}: torch.save() each rank's optimizer.state_dict() in its "
+            "own file"
         )
 
 
 def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
-    if header.get("local") and header.get("world_size", optimizer.ranks.transport.world_size) > 1:
+    if header.get("local") and header.get("world_size", optimizer.frame.ranks.transport.world_size) > 1:
         raise ValueError(
             f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
             "torch.distributed.checkpoint keeps one rank's: save at the end of a round"

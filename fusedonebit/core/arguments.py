@@ -98,7 +98,7 @@ def taken(kind: type[Any], constructor: Callable[..., None], named: Mapping[str,
         elif name in ("fused", "foreach") and value is False:
             continue  # what torch would do is not done here anyway
         elif name not in torchs or type(value) is not type(torchs[name].default) or value != torchs[name].default:
-            instead = _instead(name, value, _places(own, kind.settings))
+            instead = _instead(name, value, _places(own, kind.kind.settings))
             raise TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}: {instead}")
     return kept
 
@@ -145,9 +145,9 @@ def _places_of_all() -> dict[str, dict[str, str]]:
     places = {}
     for name in fusedonebit.__all__:
         kind = getattr(fusedonebit, name)
-        own = inspect.signature(kind).parameters if hasattr(kind, "settings") else {}
+        own = inspect.signature(kind).parameters if hasattr(kind, "kind") else {}
         if "lr" in own:  # what is no base class
-            places[name] = _places(own, kind.settings)
+            places[name] = _places(own, kind.kind.settings)
     return places
 
 

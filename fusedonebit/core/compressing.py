@@ -1,7 +1,7 @@
 """The frame of a step in bits, which all optimizers that compress share.
 
 A step agrees on clipping and loss scales, lets a reducer compress and exchange, and applies what comes back. A subclass
-says in ``_compressed_step`` what is compressed. ``FeedbackOptimizer``'s servers compress as well, and keep residuals.
+says in ``_compressed_step`` what is compressed. ``Feedback``'s servers compress as well, and keep residuals.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from ..comm import BucketedAllReduce, FeedbackReducer, Flag, LocalTransport, Red
 from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
 from ..triton_kernels.nouns import Signs
-from .optimizer import DistributedOptimizer
+from .algorithm import Algorithm, Phase
 from .scaling import Agreed
 from .state.header import COMPRESSED, Fields, is_compressed
-from .state.keeper import Phase
 from .state.spec import Specs, StateSpec
 
 
-class CompressingOptimizer(DistributedOptimizer):
-    """Skeleton of an optimizer that hands a ``Reducer`` what is to be compressed; a subclass makes ``reducer``."""
+class Compressing(Algorithm):
+    """Skeleton of an algorithm that hands a ``Reducer`` what is to be compressed; a subclass makes ``reducer``."""
 
     reducer: Reducer
     _lost: Tensor | None = None
@@ -35,12 +34,13 @@ class CompressingOptimizer(DistributedOptimizer):
     def digest(self) -> Tensor | None:
         return self.reducer.digest
 
-    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+    def exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        frame = self.frame
         agreed = self._scaling(grads, coef)
-        told = self.told(abort, self.steps.number, self._missing, hold=agreed.hold)
+        told = self.told(abort, frame.steps.number, frame.missing, hold=agreed.hold)
         self._compressed_step(grads, agreed, told, coef)
-        if self._absent is not None:
-            self.reducer.restore(self._absent)
+        if frame.absent is not None:
+            self.reducer.restore(frame.absent)
         return self.reducer.flags
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
@@ -60,16 +60,16 @@ class CompressingOptimizer(DistributedOptimizer):
 
     def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         """Agree with all ranks on what gradients are multiplied with, and on holding still; or decide that alone."""
-        transport, earlier = (LocalTransport(), None) if alone else (self.ranks.transport, self._lost)
+        transport, earlier = (LocalTransport(), None) if alone else (self.frame.ranks.transport, self._lost)
         how: dict[str, Any] = {"largest": self.reducer.largest_gradient, "earlier": earlier}
         how["digest"] = None if alone else self.digest
-        return self._agree(grads, self._of_gradients(coef), transport, **how)
+        return self.agree(grads, self._of_gradients(coef), transport, **how)
 
     def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
         """Return what this rank tells the others; one that aborts says that it has all gradients."""
         absent = () if abort else missing
-        more |= {"sums": True, "drawn": self._drawn, "updates": self.steps.updates}
-        return Told(self.coefficients.tag, number, abort, missing=absent, **more)
+        more |= {"sums": True, "drawn": self._drawn, "updates": self.frame.steps.updates}
+        return Told(self.frame.coefficients.tag, number, abort, missing=absent, **more)
 
     @property
     def _drawn(self) -> Tensor | None:
@@ -77,23 +77,24 @@ class CompressingOptimizer(DistributedOptimizer):
         return None
 
     @property
-    def _renews_on_the_way(self) -> bool:
+    def renews_on_the_way(self) -> bool:
         return self.compressed
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""
-        told = told._replace(renewal=self.coefficients.renewal())
-        if self.ranks.model_parallel.count > 1:
+        frame = self.frame
+        told = told._replace(renewal=frame.coefficients.renewal())
+        if frame.ranks.model_parallel.count > 1:
             told = told._replace(unite=partial(self._unite, told.abort))
         self.reducer.synchronise(compress, told)
-        if self.ranks.model_parallel.count > 1:  # what was found on the way, such as a veto
-            self.reducer.refuse(self._united(self.reducer.flags))
-        self._absent, self._late_error = self.reducer.absent, self.reducer.error
-        return self.coefficients.still(coef, self._absent)
+        if frame.ranks.model_parallel.count > 1:  # what was found on the way, such as a veto
+            self.reducer.refuse(frame.united(self.reducer.flags))
+        frame.absent, frame.late_error = self.reducer.absent, self.reducer.error
+        return frame.coefficients.still(coef, frame.absent)
 
     def _unite(self, abort: bool, found: Tensor) -> None:
         """Add to the flags ``found`` here those of the ranks that hold the model's other parts."""
-        found.copy_(self._united(found | int(Flag.ABORT) if abort else found))
+        found.copy_(self.frame.united(found | int(Flag.ABORT) if abort else found))
 
     def _apply_momentum(
         self,
@@ -106,32 +107,33 @@ class CompressingOptimizer(DistributedOptimizer):
 
         ``x_squares``, float32 [B], becomes the sums of the squares of x by block, if given.
         """
-        dense, reducer, inside = self.parameters.dense, self.reducer, eps_inside_sqrt
-        m, skip, rounding = Signs(reducer.bits, reducer.scale), reducer.flags, self._rounding
-        counting = self.coefficients.count(*self._counters()) if self.coefficients.renews else (None, None)
-        where = (coef, skip, rounding, reducer.digest, x_squares, *counting, self.parameters.correction)
-        apply_momentum(dense, self.places, m, exp_avg_sq, inside, *where)
+        frame = self.frame
+        dense, reducer, inside = frame.parameters.dense, self.reducer, eps_inside_sqrt
+        m, skip, rounding = Signs(reducer.bits, reducer.scale), reducer.flags, frame.rounding
+        counting = frame.coefficients.count(*frame.counters()) if frame.coefficients.renews else (None, None)
+        where = (coef, skip, rounding, reducer.digest, x_squares, *counting, frame.parameters.correction)
+        apply_momentum(dense, frame.places, m, exp_avg_sq, inside, *where)
 
-    def _describe(self, flag: Flag) -> str:
-        return self._say_where(self.reducer.describe())
+    def describe(self, flag: Flag) -> str:
+        return self.frame.say_where(self.reducer.describe())
 
     def settle(self) -> None:
         if isinstance(self.reducer, BucketedAllReduce):
             self.reducer.check_idle()
-        with self.steps.whole("a look at residuals"):
+        with self.frame.steps.whole("a look at residuals"):
             self.reducer.settle()
 
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *self.reducer.state()]
+    def held(self) -> list[Tensor]:
+        return [*super().held(), *self.reducer.state()]
 
     def stats(self) -> dict[str, Any]:
-        """Return what ``DistributedOptimizer.stats`` does, and wire_bytes (what only serves within a step)."""
-        scratch = sum(t.nbytes for t in [*self._scratch(), *self.scaling.scratch()])
+        """Return what all optimizers tell, and wire_bytes (what only serves within a step)."""
+        scratch = sum(t.nbytes for t in [*self.scratch(), *self.frame.scaling.scratch()])
         return super().stats() | {"wire_bytes": self.reducer.wire_bytes + scratch}
 
 
-class FeedbackOptimizer(CompressingOptimizer):
-    """Skeleton of an optimizer whose reducer's servers compress as well."""
+class Feedback(Compressing):
+    """Skeleton of an algorithm whose reducer's servers compress as well."""
 
     kept: ClassVar[Specs] = (
         StateSpec("exp_avg_bits", "bit", "reducer.bits", stage="compressed"),
@@ -172,7 +174,8 @@ class FeedbackOptimizer(CompressingOptimizer):
         return super().plain_state() | {"digests": self.reducer.digests}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        own = is_compressed(header) and self.wrote(header) and self.cut_alike(header)
+        frame = self.frame
+        own = is_compressed(header) and frame.wrote(header) and frame.cut_alike(header)
         if own and len(header["digests"]) != (count := len(self.reducer.digests)):
             raise ValueError(
                 f"the checkpoint's header is damaged: it must have {count} digests, got {len(header['digests'])}; "
@@ -184,4 +187,4 @@ class FeedbackOptimizer(CompressingOptimizer):
         if not is_compressed(header):
             return
         digests, count = header["digests"], self.options.bucket_count
-        self.reducer.resume(digests if self.cut_alike(header) else digests[:1] * count)
+        self.reducer.resume(digests if self.frame.cut_alike(header) else digests[:1] * count)

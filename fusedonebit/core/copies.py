@@ -9,44 +9,49 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import LocalTransport, Traffic, Transport, make_transport
+from .frame import Frame
 from .given import first_device
 from .hyper_parameters import HyperParameters
 from .sharding import local
 from .state.header import is_compressed
-from .state.keeper import Keeper
 from .state.loading import take_state
 from .state.saving import header_of, save
 from .world import World
 
+if TYPE_CHECKING:
+    from .optimizer import DistributedOptimizer
 
-def deep_copy(optimizer: Keeper, memo: dict[int, Any]) -> Keeper:
+
+def deep_copy(optimizer: DistributedOptimizer, memo: dict[int, Any]) -> DistributedOptimizer:
     """Return a copy over the same ranks, whose traffic is counted apart.
 
     Where ``overlap=True`` over a process group, every rank must call it: buckets travel over a group of their own.
     """
+    frame = optimizer.frame
     copied = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = copied
-    transport, levels = _shared(optimizer.ranks.transport), optimizer.ranks.levels
+    transport, levels = _shared(frame.ranks.transport), frame.ranks.levels
     if levels is not None:
         levels = _shared(levels[0]), _shared(levels[1])
     _rebuild(copied, copy.deepcopy(_content(optimizer), memo), transport, levels)
     return copied
 
 
-def pickled(optimizer: Keeper) -> dict[str, Any]:
+def pickled(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return what a pickle has of an optimizer; TypeError if its ranks can't be made again."""
-    content, transport = _content(optimizer), optimizer.ranks.transport
+    frame = optimizer.frame
+    content, transport = _content(optimizer), frame.ranks.transport
     here = isinstance(transport, LocalTransport)
     group = getattr(transport, "group", None)
-    if not here and (optimizer.ranks.levels is not None or group is None or group is not dist.group.WORLD):
-        what = "in a hierarchy of groups" if optimizer.ranks.levels is not None else f"over {transport!r}"
+    if not here and (frame.ranks.levels is not None or group is None or group is not dist.group.WORLD):
+        what = "in a hierarchy of groups" if frame.ranks.levels is not None else f"over {transport!r}"
         raise TypeError(
             f"an optimizer {what} can't be pickled: of process groups only the default one, "
             "torch.distributed.group.WORLD, can be made again; pickle its state_dict(), and load that into a new "
@@ -59,7 +64,7 @@ def pickled(optimizer: Keeper) -> dict[str, Any]:
     return content
 
 
-def unpickle(optimizer: Keeper, content: dict[str, Any]) -> None:
+def unpickle(optimizer: DistributedOptimizer, content: dict[str, Any]) -> None:
     """Make a new optimizer what ``pickled`` has told; ValueError, on this rank alone, if the ranks are others."""
     transport = LocalTransport() if content["apart"] else make_transport(None, first_device(content["param_groups"]))
     if (transport.rank, transport.world_size) != (content["rank"], content["world_size"]):
@@ -71,9 +76,10 @@ def unpickle(optimizer: Keeper, content: dict[str, Any]) -> None:
     _rebuild(optimizer, content, transport, None)
 
 
-def _content(optimizer: Keeper) -> dict[str, Any]:
+def _content(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return all but the ranks; of the state this rank's rows alone, since others name a process group."""
-    if optimizer.ranks.model.count > 1:
+    frame = optimizer.frame
+    if frame.ranks.model.count > 1:
         raise TypeError(
             f"{type(optimizer).__name__} of sharded parameters can't be pickled or deep-copied: save it with "
             "fusedonebit.dcp, or its state_dict(), and load that into a new optimizer"
@@ -81,27 +87,31 @@ def _content(optimizer: Keeper) -> dict[str, Any]:
     return {
         "defaults": optimizer.defaults,
         "param_groups": optimizer.param_groups,
-        "hyper_parameters": optimizer.hyper.names,
-        "options": optimizer.options,
-        "masks": optimizer.masks,
+        "hyper_parameters": frame.hyper.names,
+        "options": frame.options,
+        "masks": frame.masks,
         "saved": _each_tensor(save(optimizer), local),
     }
 
 
 def _rebuild(
-    optimizer: Keeper, content: dict[str, Any], transport: Transport, levels: tuple[Transport, Transport] | None
+    optimizer: DistributedOptimizer,
+    content: dict[str, Any],
+    transport: Transport,
+    levels: tuple[Transport, Transport] | None,
 ) -> None:
     groups, saved = content["param_groups"], content["saved"]
     torch.optim.Optimizer.__setstate__(
         optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)}
     )
-    optimizer.options, optimizer.device = content["options"], first_device(groups)
-    optimizer.hyper = HyperParameters(content["hyper_parameters"], optimizer.device, optimizer.options.capturable)
-    optimizer.ranks = World(transport, optimizer.device, levels=levels)
-    optimizer.take_parameters()
-    optimizer.masks = content["masks"]
+    options, device = content["options"], first_device(groups)
+    frame = optimizer.frame = Frame(optimizer, World(transport, device, levels=levels))
+    frame.options, frame.groups, frame.masks = options, groups, content["masks"]
+    frame.hyper = HyperParameters(content["hyper_parameters"], device, options.capturable)
+    frame.take_parameters()
     header = header_of(saved) or {}
-    optimizer.set_up(header["block_size"] if is_compressed(header) else None)
+    frame.given_block_size = header["block_size"] if is_compressed(header) else None
+    optimizer.set_up()
     take_state(optimizer, saved)
 
 

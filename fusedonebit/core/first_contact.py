@@ -21,7 +21,7 @@ from .settings import Ranks
 from .sharding import is_dtensor
 
 if TYPE_CHECKING:
-    from .state.keeper import Keeper
+    from .frame import Frame
 
 T = TypeVar("T")
 
@@ -33,6 +33,10 @@ LOOKED_AT = 2
 SAME = 3e-5
 """Relative difference below which two norms are one: ``clip_grad_norm_`` adds 1e-6 to the norm by which it divides."""
 
+NOTHING_TRAINS = (
+    "no parameter of this {} requires gradients, so that step() changes nothing: pass model.parameters(), not the "
+    "tensors of a state_dict(), or add_param_group() what is to train"
+)
 NO_GRADIENT = (
     "step() found no gradient of any parameter and changed nothing: call loss.backward() before step(), and "
     "zero_grad() after it, not between them; if you do, the optimizer's parameters are another model's than the one "
@@ -54,23 +58,23 @@ SHARED = (
 )
 
 
-def speaks(optimizer: Keeper) -> bool:
+def speaks(frame: Frame) -> bool:
     """Tell whether this is the rank that speaks for all."""
-    ranks = optimizer.ranks
+    ranks = frame.ranks
     return all(each.rank == 0 for each in (ranks.transport, *(group.transport for group in ranks.model.groups)))
 
 
-def introduce(optimizer: Keeper, chosen: Sequence[str], process_group: Ranks) -> None:
+def introduce(frame: Frame, chosen: Sequence[str], process_group: Ranks) -> None:
     """Log what a new optimizer has ``chosen``, and warn of what is legal, but hardly meant."""
-    alone = optimizer.ranks.transport.world_size == 1
+    alone = frame.ranks.transport.world_size == 1
     if isinstance(process_group, dist.ProcessGroup) and alone and dist.get_rank() == 0 and dist.get_world_size() > 1:
         warn(
             f"process_group has this rank alone, of {dist.get_world_size()}: nothing is averaged, and each such rank "
             "trains a model of its own. Leave process_group out to average over all ranks"
         )
-    if not speaks(optimizer):
+    if not speaks(frame):
         return
-    for group in optimizer.param_groups:
+    for group in frame.groups:
         beta1, beta2 = map(float, group.get("betas", (0.0, 0.0)))
         if "eps" in group and beta1 > beta2:  # Lion, which has none, has no variance either
             warn(
@@ -81,8 +85,8 @@ def introduce(optimizer: Keeper, chosen: Sequence[str], process_group: Ranks) ->
     # Constructors of torch say nothing, and so does this one, unless the program listens: logging.basicConfig(
     # level=logging.INFO). ``print(optimizer)`` says the same, and more.
     if LOGGER.isEnabledFor(logging.INFO):
-        count = optimizer.layout.real_numel
-        LOGGER.info("%s of %s parameters: %s", type(optimizer).__name__, f"{count:,}", "; ".join(chosen))
+        count = frame.layout.real_numel
+        LOGGER.info("%s of %s parameters: %s", frame.name, f"{count:,}", "; ".join(chosen))
 
 
 class FirstSteps:
@@ -98,42 +102,42 @@ class FirstSteps:
         """Tell whether there is nothing left to look at."""
         return self.looked_at >= LOOKED_AT
 
-    def look(self, optimizer: Keeper, grads: Sequence[Tensor], added_up: bool, averaged: bool) -> list[str]:
+    def look(self, frame: Frame, grads: Sequence[Tensor], added_up: bool, averaged: bool) -> list[str]:
         """Return what to say of a step that is about to be taken on this rank's ``grads``; waits for the device.
 
         ``added_up``: see ``StepCount``; ``averaged``: whether DDP has averaged them unasked, of which all is said.
         """
         self.looked_at += 1
         # Where graphs replay backward passes, gradients have their memory for good, and are overwritten.
-        found = [ADDED_UP] if added_up and not optimizer.options.capturable else []
+        found = [ADDED_UP] if added_up and not frame.options.capturable else []
         present = [g for g in grads if g.numel()]
-        if self.looked_at == 1 and dist.is_initialized() and optimizer.ranks.transport.world_size > 1:
-            found += trained_by_others(optimizer)
+        if self.looked_at == 1 and dist.is_initialized() and frame.ranks.transport.world_size > 1:
+            found += trained_by_others(frame)
         # One rank alone may be clipped by anybody; of a shard nobody knows the norm.
-        if optimizer.ranks.transport.world_size > 1 and optimizer.ranks.shards.count == 1 and present:
+        if frame.ranks.transport.world_size > 1 and frame.ranks.shards.count == 1 and present:
             norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in present]).norm()
             total = torch.stack([g.sum(dtype=torch.float32) for g in present]).sum()
             self._seen = [*self._seen, (float(norm), float(total))]
             if clipped(self._seen) and not averaged:
-                found.append(CLIPPED.format(norm=self._seen[-1][0], name=type(optimizer).__name__))
+                found.append(CLIPPED.format(norm=self._seen[-1][0], name=frame.name))
         return found
 
-    def say(self, optimizer: Keeper, found: Sequence[str]) -> None:
+    def say(self, frame: Frame, found: Sequence[str]) -> None:
         """Log a warning for each text that was not said before."""
         for text in found:
-            if text not in self._told and speaks(optimizer):
+            if text not in self._told and speaks(frame):
                 warn(text)
             self._told.add(text)
 
 
-def trained_by_others(optimizer: Keeper) -> list[str]:
+def trained_by_others(frame: Frame) -> list[str]:
     """Return what to say of other optimizers that train parameters of the same model, whose gradients nobody averages.
 
     All objects are looked through, as no parameter knows its module. On simulated ranks, or over MPI, nobody looks.
     """
     modules = [module for module in instances(nn.Module) if "_modules" in vars(module)]  # a failed one lacks that
     inside = {id(child) for module in modules for child in module.children()}
-    ours, exposed, averaged = set(map(id, optimizer.parameters.owners)), set[int](), set[int]()
+    ours, exposed, averaged = set(map(id, frame.parameters.owners)), set[int](), set[int]()
     for module in modules:
         if isinstance(module, DistributedDataParallel):
             averaged |= set(map(id, module.parameters()))
@@ -144,9 +148,9 @@ def trained_by_others(optimizer: Keeper) -> list[str]:
     counts = [
         (type(other).__name__, sum(id(p) in exposed for group in other.param_groups for p in group["params"]))
         for other in (instances(torch.optim.Optimizer) if exposed else ())
-        if not (hasattr(other, "ranks") or hasattr(other, "transport")) and hasattr(other, "param_groups")
+        if not (hasattr(other, "frame") or hasattr(other, "transport")) and hasattr(other, "param_groups")
     ]
-    name = type(optimizer).__name__
+    name = frame.name
     return [SHARED.format(other=other, count=count, name=name) for other, count in counts if count]
 
 

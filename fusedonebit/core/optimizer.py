@@ -1,8 +1,4 @@
-"""The frame of a step, which all distributed optimizers share; ``state.keeper`` has what is there between two steps.
-
-A subclass says with ``_exchange`` what ranks do with each other's gradients: ``averaging.AveragingOptimizer``
-averages them, and ``compressing.CompressingOptimizer`` hands a reducer what is to be compressed.
-"""
+"""The frame of a step, which all optimizers share; its ``Algorithm`` says what ranks do with each other's gradients."""
 
 from __future__ import annotations
 
@@ -12,50 +8,49 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ..comm import Transport
-from ..comm.agreement import sum_of_words
+from ..comm import make_transport
 from ..triton_kernels import backend
 from ..triton_kernels.tables import capturing
 from . import copies, step_op
-from .arguments import settling
-from .first_contact import NO_GRADIENT, FirstSteps, introduce, speaks
+from .algorithm import Algorithm, Phase
+from .arguments import check_keys, settling
+from .first_contact import NO_GRADIENT, NOTHING_TRAINS, FirstSteps, introduce, speaks
+from .frame import Frame
+from .given import first_device, first_mesh, materialise, materialise_group
+from .hyper_parameters import HyperParameters
 from .interrupts import SignalsWait
-from .options import Made
-from .scaling import SCALER_ATTRIBUTES, Agreed, LossScale, Scaling
-from .settings import Options, Params
-from .sharding import local
-from .state import loading, saving
-from .state.keeper import Keeper
-from .under_ddp import UnderDdp, warn_of_averages
+from .options import check_group, numbers
+from .scaling import SCALER_ATTRIBUTES
+from .settings import NUMERICS, WIRE, Params, Ranks
+from .sharding import group_of, model_ranks
+from .state import growing, loading, saving
+from .state.header import KEY
+from .under_ddp import warn_of_averages
+from .world import World
 
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
 """Options that ``repr`` only shows where they are on."""
 
 
-COMPARED_EVERY = 64
-"""Steps after which parameters and state that all ranks have in common enter the next digest, and what model-parallel
-ranks have alike is compared."""
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Skeleton of an optimizer: a subclass is a signature, its documentation, and the ``kind`` of its algorithm.
 
-NOTHING_TRAINS = (
-    "no parameter of this {} requires gradients, so that step() changes nothing: pass model.parameters(), not the "
-    "tensors of a state_dict(), or add_param_group() what is to train"
-)
-
-
-class DistributedOptimizer(Keeper):
-    """Skeleton of an optimizer over flat buffers; see the module's docstring and ``Lamb``."""
+    Attributes:
+        frame: What it has whatever its algorithm: parameters, ranks, options, counts.
+        algorithm: What it does in a step, and carries to the next.
+    """
 
     # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
     _step_supports_amp_scaling = True
 
-    compresses: ClassVar[bool] = True
-    """Whether less is sent than DDP would send."""
+    kind: ClassVar[type[Algorithm]] = Algorithm
+    """Of its algorithm."""
 
-    weighs: ClassVar[int] = 1
-    """How many columns of coefficients weigh gradients, see ``scale_coefficients``."""
+    sums_up = True
+    """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
 
-    _late_error: Exception | None = None
-    exp_avg: Tensor
+    algorithm: Algorithm
+    _built = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Let constructors say where an argument belongs that Python would only call unexpected."""
@@ -63,35 +58,122 @@ class DistributedOptimizer(Keeper):
         if "__init__" in vars(cls):
             cls.__init__ = settling(cls.__init__)  # type: ignore[method-assign]
 
-    def __init__(self, params: Params, defaults: dict[str, Any], **settings: Any) -> None:
-        super().__init__(params, defaults, **settings)
-        introduce(self, self._chosen(), settings.get("process_group"))
+    def __init__(
+        self, params: Params, defaults: dict[str, Any], *, process_group: Ranks = None, **settings: Any
+    ) -> None:
+        # From here to the agreement no rank may leave on its own: the others would wait for it.
+        params, error = materialise(params)
+        device = first_device(params)
+        transport, wire = make_transport(group_of(process_group), device), WIRE
+        parts = model_ranks(getattr(settings.get("wire"), "model_parallel", None), device)
+        frame = self.frame = Frame(self, World(transport, device, parts, None if parts else first_mesh(params)))
+        try:
+            if error is not None:
+                raise error
+            frame.options = options = self.kind.settings.of(frame.name, settings)
+            options.check()
+            # Of a group; torch adds others to its own table.
+            names = (*defaults, *options.grouped)
+            frame.hyper = HyperParameters(names, device, options.capturable)
+            wire = settings.get("wire", wire)
+            if wire.hierarchy is None and wire.hierarchy_dtype is not torch.float32:
+                got = f"got {wire.hierarchy_dtype!r}"
+                raise ValueError(f"hierarchy_dtype must be torch.float32 without Wire(hierarchy=...), {got}")
+            defaults = defaults | {name: getattr(options, name) for name in options.grouped}
+            self.check_group(numbers(defaults))
+            super().__init__(params, defaults)
+            # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
+            self.param_groups[0][KEY] = ""
+            frame.groups = self.param_groups
+            frame.hyper.keep_rates(self.param_groups)
+            frame.take_parameters()
+            self.kind.check(frame)
+            frame.check_options(settings.get("numerics", NUMERICS), wire)
+        except Exception as caught:
+            error = caught
+        frame.agree_on_everything(error, wire.broadcast_parameters)
+        self.set_up()
+        self.algorithm.begin(settings)
+        introduce(frame, self._chosen(), process_group)
 
-    def set_up(self, block_size: int | None = None) -> None:
+    # ---------------------------------------------------------------- construction
+
+    def set_up(self) -> None:
         """Make all that follows from parameters, options and ranks; begin the checks of first steps anew."""
-        self.first_steps, self.under_ddp = FirstSteps(), UnderDdp()
-        super().set_up(block_size)
+        self.published: set[str] = set()  # names of entries of ``state`` that are ours
+        self.expected_header: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
+        self.just_loaded = False  # a checkpoint, and no step was taken since
+        self.first_steps = FirstSteps()
+        self.frame.set_up()
+        self.build()
+        self._built = True
         self.number = step_op.number_of(self)
 
     def build(self) -> None:
-        """Allocate all state, and what a step needs besides."""
-        super().build()
-        self._missing: tuple[int, ...] = ()  # tensors of which this rank has no gradient in this step
-        self._absent: Tensor | None = None  # of which no rank has one: bool [tensors], or None: there are none
-        self.nothing = torch.empty(0, device=self.device)
-        self.under_ddp.averaged = False
-        counted: Tensor | None = None
-        if any(self.parameters.replicas) and self.ranks.model_parallel.groups[0].transport.rank > 0:
-            elsewhere = torch.tensor(self.parameters.replicas, device=self.device)
-            counted = (~elsewhere)[self.places.block_tensor.long()].double()
-        self.scaling = Scaling(self.layout, self.device, counted)
-        self._until_compared = 0  # steps until model-parallel ranks next compare what they have alike
+        """Lay out the parameters and allocate all state; also anew after a load, or ``add_param_group``."""
+        if self._built:
+            self.algorithm.close()  # before another is allocated
+        self.frame.build(self.kind.columns, self.kind.linear)
+        self.take_hyper_parameters()
+        self.algorithm = self.kind(self.frame)
+        self.publish_state()
 
-    @property
-    def _rounding(self) -> Tensor | None:
-        """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
-        rounds = self.options.stochastic_rounding or self.options.master_weights == "8bit"
-        return self.steps.updates if rounds else None
+    def publish_state(self) -> None:
+        """Put views of what is kept into ``self.state``, under torch's names; leave what others keep there."""
+        self.published = growing.publish(self.state, self.algorithm, self.published)
+
+    # ---------------------------------------------------------------- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Every rank must call it, between two steps, as long as its parameters can get a variance.
+
+        With a compression stage that is before the warm-up ends (and not after a warm start, or a re-warm-up);
+        ``MarsitSGD`` and ``MarsitAdam``: between two rounds, without a hierarchy; ``OneBitLion``, and ``ZeroOneAdam``
+        without a ``variance_policy``: before the first step; with one, before the first round that does not renew.
+
+        Raises:
+            RuntimeError: where it is too late, or a backward pass has begun a step.
+            ValueError: for bad hyper-parameters, or if ranks add different groups.
+        """
+        if not self._built:
+            self._add_group(param_group)
+            self.check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
+            return
+        self.algorithm.check_idle("add_param_group()")
+        self.algorithm.check_growth()
+        self.frame.steps.refuse_if_broken()
+        self.algorithm.catch_up()
+        with SignalsWait():
+            growing.grow(self, lambda: self._take_group(param_group))
+
+    def _take_group(self, param_group: dict[str, Any]) -> None:
+        self._add_group(materialise_group(param_group))
+        for i, group in enumerate(self.param_groups):  # all: laid out anew, no step sees what was changed before
+            self.check_group(numbers(group), f"group {i}")
+        self._keep_rates()
+        self.frame.take_parameters()
+        self.frame.check_16_bits(self.kind.corrects)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        where, frame = f"group {len(self.param_groups) - 1}", self.frame
+        check_keys(self.param_groups[-1], where, frame.name, frame.hyper.names, self.kind.settings)
+
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
+        check_group(group, name)
+        self.frame.options.check_group(group, name, self.frame.ranks.transport.world_size)
+        if self._built:
+            self.algorithm.check_group(group, f" in {name}" if name else "")
+
+    def take_hyper_parameters(self) -> None:
+        """Take the groups' hyper-parameters, where they were changed, for the steps that follow."""
+        self._keep_rates()
+        self.frame.hyper.take(self.param_groups, self.check_group)
+
+    def _keep_rates(self) -> None:
+        self.frame.hyper.keep_rates(self.param_groups)
+        self.frame.coefficients.lr = self.frame.hyper.rates
 
     # ---------------------------------------------------------------- the step
 
@@ -119,19 +201,20 @@ class DistributedOptimizer(Keeper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.parameters.owners:  # nothing trains yet: nobody meets, and no step is counted
-            self.parameters.usable([], self.nothing)
+        plist, nothing = self.frame.parameters, self.frame.nothing
+        if not plist.owners:  # nothing trains yet: nobody meets, and no step is counted
+            plist.usable([], nothing)
             self._opt_called = True
-            self.first_steps.say(self, [NOTHING_TRAINS.format(type(self).__name__)])
+            self.first_steps.say(self.frame, [NOTHING_TRAINS.format(self.frame.name)])
             return loss
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 # What can be seen of tensors while they are traced the compiler guards from then on.
-                grads = self.parameters.gradients(self.nothing)
-                torch.ops.fusedonebit.step(self.parameters.params, grads, self.number, self.parameters.fits(grads))
+                grads = plist.gradients(nothing)
+                torch.ops.fusedonebit.step(plist.params, grads, self.number, plist.fits(grads))
             return loss
         with SignalsWait(), torch.no_grad():  # a signal within no_grad() would leave gradients off for good
-            self.take_step(self.parameters.gradients(self.nothing))
+            self.take_step(plist.gradients(nothing))
         return loss
 
     @torch._disable_dynamo
@@ -139,23 +222,33 @@ class DistributedOptimizer(Keeper):
         """Drop the gradients, or make them zero. Those that no step has used count as a step that was skipped.
 
         Where one rank makes gradients for another purpose, such as a saliency map, drop them by ``model.zero_grad()``.
+        Averages that DDP has made are dropped on all ranks, or on none.
+
+        Raises:
+            OutOfStepError: if others take the step on such averages; no gradient was dropped.
+            RuntimeError: if ``Wire(release_gradients=True)`` has already used some.
         """
+        self.algorithm.check_idle("zero_grad()")
+        if self.frame.under_ddp.averaged:
+            self.algorithm.drop_averages()
         with SignalsWait():
-            self.steps.count.clear(self.parameters.owners)
+            count, owners = self.frame.steps.count, self.frame.parameters.owners
+            count.clear(owners)
             super().zero_grad(set_to_none)
-            self.steps.count.cleared(self.parameters.owners)
+            count.cleared(owners)
 
     # Schedulers replace ``step`` by a wrapper that notes the call, unless it says that they have; compilers refuse it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
         """Take a step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
+        self.algorithm.check_step()
         with SignalsWait():
             try:
                 self._step_or_raise(given, params, checked)
             except BaseException as error:
-                if self.steps.end_early(error):
-                    self.coefficients.forget()
+                if self.frame.steps.end_early(error):
+                    self.frame.coefficients.forget()
                 # A GradScaler removes what it has set only after a step that ends well.
                 for name in SCALER_ATTRIBUTES:
                     vars(self).pop(name, None)
@@ -163,97 +256,72 @@ class DistributedOptimizer(Keeper):
 
     def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
         self._opt_called = True  # for schedulers
-        steps, ddp = self.steps, self.under_ddp
+        frame, algorithm = self.frame, self.algorithm
+        steps, ddp, plist = frame.steps, frame.under_ddp, frame.parameters
         steps.refuse_if_broken()
         steps.captured = captured = self._captured()
         if not captured:
             steps.outcomes.absorb_replays()
         self.begin_step(captured)
-        traffic, noticed = self.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
+        traffic, noticed = frame.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
         steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
         steps.number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
         try:
             self.take_hyper_parameters()
-            grads = given if checked else self.parameters.usable(given, self.nothing)
+            grads = given if checked else plist.usable(given, frame.nothing)
         except Exception as caught:
             error = caught
         if not captured:
-            error = self._compare_replicas(error)
+            error = frame.compare_replicas(error)
         if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
-            grads = [self.nothing] * len(self.parameters)
-        saw_averages = not captured and ddp.notice(self.parameters.owners, grads, self.ranks.transport, self.compresses)
+            grads = [frame.nothing] * len(plist)
+        saw_averages = not captured and ddp.notice(plist.owners, grads, frame.ranks.transport, algorithm.compresses)
         looks = not (captured or self.first_steps.over or error is not None)
         said: list[str] = []
         if looks:
-            said = self.first_steps.look(self, grads, steps.count.added_up, bool(ddp.elsewhere))
+            said = self.first_steps.look(frame, grads, steps.count.added_up, bool(ddp.elsewhere))
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
-        self._missing = () if error is not None else self.parameters.missing(grads)
-        with self.parameters.standing_in(self.parameters.params if params is None else params):
+        frame.missing = () if error is not None else plist.missing(grads)
+        with plist.standing_in(plist.params if params is None else params):
             coef = self._ready()
             steps.go_on()
-            flags = self._synchronise_and_update(grads, coef, error is not None, captured)
+            flags = self._exchange(grads, coef, error is not None, captured)
         self._advance(flags)
-        error = self._error_due(error)
+        error = algorithm.error_due(error)
         # What replays count comes to the host when one asks.
-        known = [] if captured else steps.outcomes.record(self._known(flags), failed=error is not None)
+        known = [] if captured else steps.outcomes.record(algorithm.known(flags), failed=error is not None)
         if error is not None:
             steps.count.fail()
         steps.end()
         ddp.averaged = False
         if error is not None:
             raise error
-        steps.outcomes.act(known, self._describe)
-        if looks and len(self._missing) == len(self.parameters) and self._has_nobody():
+        steps.outcomes.act(known, algorithm.describe)
+        if looks and len(frame.missing) == len(plist) and self._has_nobody():
             said.append(NO_GRADIENT)
-        self.first_steps.say(self, said)
-        if saw_averages and speaks(self):
+        self.first_steps.say(frame, said)
+        if saw_averages and speaks(frame):
             warn_of_averages()
 
     def _has_nobody(self) -> bool:
         """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""
-        return self.ranks.transport.world_size == 1 if self._absent is None else bool(self._absent.all())
-
-    def _compare_replicas(self, error: Exception | None) -> Exception | None:
-        """Return ``error``, or, in every 64th step, that model-parallel ranks no longer have parameters alike."""
-        if not self.ranks.model_parallel.groups:
-            return error
-        due, self._until_compared = self._until_compared == 0, (self._until_compared - 1) % COMPARED_EVERY
-        if not due:
-            return error
-        hint = "no parameter was changed in this step; all must be loaded, and changed, alike"
-        with self.steps.breaking():
-            return self.ranks.disagreement(self.ranks.model_parallel.groups[0], self.values_of_replicas(), error, hint)
+        absent = self.frame.absent
+        return self.frame.ranks.transport.world_size == 1 if absent is None else bool(absent.all())
 
     def _take_number(self, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
         """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
+        count = self.frame.steps.count
         if captured:
-            return self.steps.count.capture()
-        self._check_repeated(self.steps.count.take(self.parameters.owners, given, compiled))
-        return self.steps.count.number
-
-    def _check_repeated(self, repeated: bool) -> None:
-        """Raise RuntimeError if a step that this rank repeats can't tell the others of it."""
-
-    def _error_due(self, error: Exception | None) -> Exception | None:
-        """Return what this step raises, if this rank had an error: all ranks know of it now."""
-        late, self._late_error = self._late_error, None
-        return error or late
+            return count.capture()
+        self.algorithm.check_repeated(count.take(self.frame.parameters.owners, given, compiled))
+        return count.number
 
     def _captured(self) -> bool:
         """Return whether a CUDA graph is being captured; raise RuntimeError if this step can't be."""
-        if not capturing(self.device):
+        if not capturing(self.frame.device):
             return False
-        if not self.options.capturable or self.options.nonfinite == "raise":
-            raise RuntimeError(
-                'a step can only be captured in a CUDA graph with Wire(capturable=True) and Faults(nonfinite="skip"): '
-                "what changes from step to step must lie on the device; construct the optimizer so"
-            )
-        if not self._can_capture:
-            raise RuntimeError(
-                f"a step can only be captured in the compression stage, not in {self._phase!r}: take uncaptured steps "
-                'until optimizer.phase == "compression"; several ranks of AdamW and Lamb have no such stage'
-            )
+        self.algorithm.check_capture()
         if self.just_loaded:
             raise RuntimeError(
                 "the first step after load_state_dict() can't be captured in a CUDA graph, since ranks compare their "
@@ -261,122 +329,54 @@ class DistributedOptimizer(Keeper):
             )
         return True
 
-    @property
-    def _can_capture(self) -> bool:
-        """Tell whether the coming step could be captured in a CUDA graph."""
-        return self._phase == "compression"
-
     def begin_step(self, captured: bool = False) -> None:
         """Enter the stage of the coming step, once; DDP's hook may come before ``step``."""
-        if self.steps.begun:
+        steps, ranks = self.frame.steps, self.frame.ranks
+        if steps.begun:
             return
-        with SignalsWait(), self.steps.breaking():
+        with SignalsWait(), steps.breaking():
             if not captured and self.just_loaded:
-                self.agree_on_loaded()
+                # Within a round each rank has parameters of its own, and will take those of the round's beginning, on
+                # which all have agreed while they loaded.
+                if self.algorithm.synchronised:
+                    self.frame.agree_on_loaded()
                 self.just_loaded = False
-            self.ranks.transport.traffic.start_step()
-            self.ranks.inside.traffic.start_step()
-            if not captured:
-                self._enter_phase()
-            self.steps.begun, self.steps.changing = True, False
-
-    def _enter_phase(self) -> None:
-        """Change the stage if it is time, alike on all ranks; ``steps.changing`` says so before anything is changed."""
+            ranks.transport.traffic.start_step()
+            ranks.inside.traffic.start_step()
+            if not captured and self.algorithm.enter_phase():
+                self.publish_state()
+            steps.begun, steps.changing = True, False
 
     def _ready(self) -> Tensor:
         """Return the coefficients of the step that is about to be taken."""
-        self._absent = None
-        self.coefficients.begin(self._renews_on_the_way and self._rounding is None)
-        coef = self.coefficient_table()
-        self.coefficients.lend()
-        self.parameters.before_update()
+        frame, algorithm = self.frame, self.algorithm
+        frame.absent = None
+        frame.coefficients.begin(algorithm.renews_on_the_way and frame.rounding is None)
+        coef = algorithm.coefficient_table()
+        frame.coefficients.lend()
+        frame.parameters.before_update()
         return coef
 
-    def _synchronise_and_update(self, grads: Sequence[Tensor], coef: Tensor, abort: bool, captured: bool) -> Tensor:
-        self.steps.outcomes.attempts += not captured
-        with self.steps.breaking(begun=not captured):
-            flags = self._exchange(grads, coef, abort)
-            self.parameters.after_update()
-            return flags
-
-    def _agree(self, grads: Sequence[Tensor], coef: Tensor, transport: Transport, **how: Any) -> Agreed:
-        """Agree on what gradients are multiplied with, and on holding still, and note it; ``how``: see ``Scaling``."""
-        which = LossScale.of(self), self.options.max_grad_norm, transport, self.ranks.model, self.weighs
-        return self.scaling.agree(grads, coef, *which, **how)
-
-    def coefficient_table(self) -> Tensor:
-        """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
-        return self.coefficients(self.hyper.taken, Made(self.steps.of_each))
-
-    def _united(self, flags: Tensor) -> Tensor:
-        """Return the flags that any rank with a part of the model has, int32 [1]: all skip a step together."""
-        return self.ranks.model_parallel.unite(flags, self.steps.number)
-
-    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool, captured: bool) -> Tensor:
         """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
-        raise NotImplementedError
-
-    def _known(self, flags: Tensor) -> Tensor | int:
-        """Return the step's flags, or their value where the host knows it."""
-        return flags
-
-    @property
-    def _renews_on_the_way(self) -> bool:
-        """Tell whether the coming step renews the table of coefficients, and counts, in other launches' stead."""
-        return False
+        steps = self.frame.steps
+        steps.outcomes.attempts += not captured
+        with steps.breaking(begun=not captured):
+            flags = self.algorithm.exchange(grads, coef, abort)
+            self.frame.parameters.after_update()
+            return flags
 
     def _advance(self, flags: Tensor) -> None:
         """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
-        if self.coefficients.counted:
-            self.coefficients.end()
+        coefficients = self.frame.coefficients
+        if coefficients.counted:
+            coefficients.end()
         else:
-            self.coefficients.advance(flags, *self._counters())
-        self._compare_state()
+            coefficients.advance(flags, *self.frame.counters())
+        self.algorithm.compare_state()
+        self.algorithm.after_step()
 
-    def _compare_state(self) -> None:
-        """Let ranks compare what they have in common when they next meet, once in so many steps."""
-        if self.steps.captured or self.ranks.transport.world_size == 1 or self.digest is None or not self.synchronised:
-            return
-        done = self.steps.count.total
-        if done // COMPARED_EVERY > max(0, done - self._round_steps) // COMPARED_EVERY:
-            for tensor in self._in_common():
-                self.digest.add_(sum_of_words(tensor))
-
-    def _in_common(self) -> list[Tensor]:
-        """Return what all ranks have alike between two synchronisations, to the bit, dense: see ``StateSpec``."""
-        kept = [spec for spec in self.kept if spec.in_common and spec.applies(self, self.compressed)]
-        masters = [] if self.masters_of_rank else [self.parameters.dense[i] for i in self.parameters.masters]
-        values = [local(p).detach() for p in self.parameters.owners] + masters
-        dense = [value.as_strided((value.numel(),), (1,)) for value in values]
-        return [self.steps.of_each, *dense, *(spec.tensor(self) for spec in kept)]
-
-    @property
-    def _round_steps(self) -> int:
-        """Return how many steps lie between the last synchronisation and the one before."""
-        return 1
-
-    @property
-    def digest(self) -> Tensor | None:
-        """Return checksums of what all ranks have received alike, which they compare when they next meet: int64 [n].
-
-        None where nobody does.
-        """
-        raise NotImplementedError
-
-    def _counters(self) -> tuple[Tensor | None, ...]:
-        """Return what the end of a step counts by, and on; called once in a step."""
-        return self._absent, *self.steps.counters()
-
-    @property
-    def _tag_of_shards(self) -> int:
-        """Return what ranks with other shards must have alike: hyper-parameters and the number of steps, 31 bits."""
-        return (self.coefficients.tag ^ self.steps.count.total) & 0x7FFFFFFF
-
-    def _say_where(self, what: str) -> str:
-        if self.ranks.model_parallel.count > 1:
-            what = f"model-parallel ranks differ in the number of steps, or some of them have found: {what}"
-        here = "; ".join(", ".join(f"{k}={group[k]}" for k in self.hyper.names) for group in self.param_groups)
-        return f"{what}. On rank {self.ranks.transport.rank}, in its step {self.steps.count.total}: {here}"
+    # ---------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
         return copies.pickled(self)
@@ -384,7 +384,7 @@ class DistributedOptimizer(Keeper):
     def __setstate__(self, content: dict[str, Any]) -> None:
         copies.unpickle(self, content)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Keeper:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
         return copies.deep_copy(self, memo)
 
     def __copy__(self) -> NoReturn:
@@ -396,9 +396,17 @@ class DistributedOptimizer(Keeper):
     # ---------------------------------------------------------------- what users look at
 
     @property
+    def phase(self) -> Phase:
+        """Return the stage of the last step taken: ``"uncompressed"``, or ``"warmup"``, then ``"compression"``.
+
+        Of optimizers that agree in rounds: ``"uncompressed"``, ``"one-bit"``, or ``"local"`` between them.
+        """
+        return self.algorithm.phase
+
+    @property
     def averages_gradients(self) -> bool:
         """Tell whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
-        return not self.compressed
+        return self.algorithm.averages_gradients
 
     @property
     def last_grad_norm(self) -> Tensor:
@@ -406,10 +414,14 @@ class DistributedOptimizer(Keeper):
 
         Float32 []; 0 without ``max_grad_norm``.
         """
-        return self.scaling.norm.clone()
+        return self.frame.scaling.norm.clone()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, layers: bool = False) -> dict[str, Any]:
         """Return where training stands. Waits for the device.
+
+        Args:
+            layers: Look at every layer, too, at no more cost than a few sums per block of it, with LAMB one read of the
+                variance.
 
         Returns:
             phase; step (updates done); skipped_steps; partial_steps (those of this process, but for replays of CUDA
@@ -418,81 +430,53 @@ class DistributedOptimizer(Keeper):
             by this rank to others, with what DDP sends if it averages, attached or not); averaged_already (whether DDP
             averages gradients that were to be compressed, without ``ddp.attach``); collectives_inside and bytes_inside
             (of the last step, between ranks that hold other shards or parts, or are of one node); state_bytes
-            (allocated); freeze_step (None); grad_norm (before clipping, of the last step; None without
-            ``max_grad_norm``).
+            (allocated); freeze_step (updates before the last freeze, None before the first); grad_norm (before
+            clipping, of the last step; None without ``max_grad_norm``).
+
+            Of what compresses also wire_bytes (what only serves within a step). With a compression stage: rewarms;
+            vetoed_steps (of those skipped); update_norm (of the last compressed update, divided by the learning rate)
+            and update_norm_limit (the guard's); worker_error_norm (this rank's residual), server_error_norm (of the
+            chunk it serves) and compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit
+            in which things are compressed; residual_over_momentum (of the last compressed step, see
+            ``CompressedAllReduce.residual_ratio``); dead_tensors (names; of a living variance those that wait for a
+            gradient); dead_coordinates (with v == 0 at the freeze, in other tensors); renewals (of a living variance).
+
+            In rounds: rounds (synchronisations) and local_steps (done in this round); ``ZeroOneAdam`` also renewals (of
+            the variance, among them), round_steps (its length), and the norms above, of the last synchronisation in
+            bits.
+
+            With ``layers`` also "layers", lists with one entry per tensor: name; with a compression stage
+            residual_over_momentum (of this rank's residual, of sharded parameters and of nodes' parts what is here); of
+            LAMB coefficient (c of the last step),
+            average (c_avg), ratio (r; 1 while nothing is compressed) and variance_norm (the 2-norm of the variance that
+            follows the gradients, after the freeze the fresh one; of sharded parameters that of this rank's shard), as
+            in 1-bit LAMB's figures 1 to 3.
         """
-        self.catch_up()
-        transport, layout = self.ranks.transport, self.layout
-        return {
-            "phase": self.phase,
-            "step": self.steps.outcomes.updates,
-            "skipped_steps": self.steps.outcomes.skipped,
-            "partial_steps": self.steps.outcomes.partial,
-            "freeze_step": None,
-            "backend": backend(self.device),
-            "transport": repr(transport),
-            "world_size": transport.world_size,
-            "parameters": layout.real_numel,
-            "padding": layout.numel - layout.real_numel,
-            "collectives_step": transport.traffic.collectives_step,
-            "bytes_step": transport.traffic.bytes_step,
-            "bytes_total": transport.traffic.bytes_total,
-            "averaged_already": bool(self.under_ddp.elsewhere),
-            "collectives_inside": self.ranks.inside.traffic.collectives_step,
-            "bytes_inside": self.ranks.inside.traffic.bytes_step,
-            # Of a ring all-reduce of float32 gradients.
-            "bytes_fp32": 2 * 4 * layout.real_numel * (transport.world_size - 1) // transport.world_size,
-            "state_bytes": self._state_bytes(),
-            "grad_norm": None if self.options.max_grad_norm is None else float(self.scaling.norm),
-        }
-
-    def _state_bytes(self) -> int:
-        """Return the bytes of all that the next step needs, tables included; each piece of memory counts once."""
-        storages = {(memory := tensor.untyped_storage()).data_ptr(): memory.nbytes() for tensor in self._held()}
-        return sum(storages.values())
-
-    def _held(self) -> list[Tensor]:
-        """Return what is declared, what else the next step needs of the last, and tables."""
-        declared = [spec.tensor(self) for spec in self.kept if spec.wanted(self)]
-        masters = [*(self.parameters.dense[i] for i in self.parameters.masters), *self.parameters.loaded()]
-        masters += [] if self.parameters.correction is None else [self.parameters.correction]
-        counts = [self.steps.updates, self.steps.of_each, *self.scaling.held()]
-        return [*declared, *masters, *counts, self.places.block_tensor, *self.live]
-
-    def _scratch(self) -> list[Tensor]:
-        """Return what only serves within a step, besides a reducer's."""
-        return []
-
-    def _layer_stats(self) -> dict[str, list[Any]]:
-        """Return what ``stats(layers=True)`` of a subclass tells of layers: one entry per tensor each."""
-        return {"name": list(self.parameters.called)}
+        told = self.algorithm.stats()
+        return told | {"layers": self.algorithm.layer_stats()} if layers else told
 
     def owed(self) -> float:
         """Return the norm of what compression has left out so far, over that of the last update; waits for the device.
 
         0 where nothing is left out; infinite where there was no update to compare with, as after a skipped step.
         """
-        return 0.0
+        return self.algorithm.owed()
 
     def momentum(self, param: Tensor) -> Tensor:
-        """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
-        i = self._index(param)
-        (spec,) = (spec for spec in self.kept if spec.name == "exp_avg")
-        return self.part_of(spec, i).to(torch.float32, copy=True)
+        """Return the momentum of one parameter, float32 of its shape.
 
-    def _index(self, param: Tensor) -> int:
-        for i, p in enumerate(self.parameters.owners):
-            if p is param:
-                return i
-        got = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-        raise ValueError(f"param must be a trainable parameter of this optimizer, got {got}")
+        Equal on all ranks, but for optimizers whose workers have momenta of their own. In a round of ``ZeroOneAdam``
+        it is that of the last synchronisation: what is left of newer ones is in ``worker_error``.
+        """
+        return self.algorithm.momentum(param)
 
     def __repr__(self) -> str:
-        shown = [name for name in SHOWN_WHERE_ON if getattr(self.options, name)]
+        options = self.frame.options
+        shown = [name for name in SHOWN_WHERE_ON if getattr(options, name)]
         lines = [
-            f"phase: {self.phase}, {self.steps.outcomes.updates} updates",
+            f"phase: {self.phase}, {self.frame.steps.outcomes.updates} updates",
             *self._chosen(),
-            *(f"{name}: {getattr(self.options, name)!r}" for name in shown),
+            *(f"{name}: {getattr(options, name)!r}" for name in shown),
         ]
         groups = super().__repr__().split("\n", 1)[1]
         return "\n".join([f"{type(self).__name__} (", *lines, groups])
@@ -500,27 +484,13 @@ class DistributedOptimizer(Keeper):
     def _chosen(self) -> list[str]:
         """Return lines that say what was chosen, by the user or for want of a choice."""
         return [
-            *self.described(),
-            f"block_size: {self.layout.block_size}",
-            f"backend: {backend(self.device)}",
-            f"transport: {self.ranks.transport!r}",
+            *self.algorithm.described(),
+            f"block_size: {self.frame.layout.block_size}",
+            f"backend: {backend(self.frame.device)}",
+            f"transport: {self.frame.ranks.transport!r}",
         ]
 
-    def described(self) -> list[str]:
-        """Return lines of a subclass for ``repr``: what it alone can be told."""
-        own = [name for name in self.options.told if name not in Options.told]
-        return [f"{name}: {getattr(self.options, name)}" for name in own]
-
     # ---------------------------------------------------------------- checkpoints
-
-    def plain_state(self) -> dict[str, Any]:
-        """Return the plain values of a checkpoint; they say if a step has begun, whose stage is not entered again."""
-        return super().plain_state() | ({"begun": True} if self.steps.begun else {})
-
-    def resume(self, header: Mapping[str, Any]) -> None:
-        """Take up a checkpoint's plain values."""
-        super().resume(header)
-        self.steps.begun = self.wrote(header) and header.get("begun", False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors and plain values only; see ``core.state.saving``, and ``dcp``.
@@ -529,7 +499,7 @@ class DistributedOptimizer(Keeper):
             CollectiveError: after a step that ended so, or was interrupted while it changed parameters: half a step is
                 no state to go on from.
         """
-        self.steps.refuse_if_broken()
+        self.frame.steps.refuse_if_broken()
         saving.call_hooks(self, "state_dict_pre")
         saved = saving.save(self) if self.expected_header is None else saving.template(self, *self.expected_header)
         if not self._optimizer_state_dict_post_hooks:

@@ -23,40 +23,36 @@ from ..comm import (
 )
 from ..comm.reducer import Compress
 from .arrivals import Arrivals, take_away
-from .compressing import FeedbackOptimizer
-from .scaling import LossScale
+from .compressing import Feedback
+from .frame import Owner
 from .step_count import as_word
 
 
-def make_reducer(optimizer: FeedbackOptimizer, before: FeedbackReducer | None) -> FeedbackReducer:
-    """Make what averages momenta, in the storage that the warm-up's momentum has, instead of the one ``before``."""
-    if before is not None:
-        before.close()
-    options, layout = optimizer.options, optimizer.layout
+def make_reducer(algorithm: Feedback) -> FeedbackReducer:
+    """Make what averages momenta, in the storage that the warm-up's momentum has."""
+    frame, options = algorithm.frame, algorithm.options
+    layout, ranks = frame.layout, frame.ranks
     shared: dict[str, Any] = {
-        "device": optimizer.device,
+        "device": frame.device,
         "scale_norm": options.scale_norm,
         "scale_scope": options.scale_scope,
-        "compensated": optimizer.exp_avg,
-        "octaves": optimizer.octaves,
-        "live": optimizer.live,
+        "compensated": algorithm.exp_avg,
+        "octaves": algorithm.octaves,
+        "live": frame.live,
         "ternary": options.ternary,
-        "shards": optimizer.ranks.shards,
+        "shards": ranks.shards,
     }
-    if optimizer.follows_squares:
-        here = layout.numel if optimizer.ranks.levels is None else layout.numel // optimizer.ranks.levels[1].world_size
-        shared["worker_sq"] = torch.zeros(here, dtype=options.variance_dtype, device=optimizer.device)
-    if optimizer.ranks.levels is not None:
-        return HierarchicalAllReduce(layout, *optimizer.ranks.levels, dtype=options.hierarchy_dtype, **shared)
+    if algorithm.follows_squares:
+        here = layout.numel if ranks.levels is None else layout.numel // ranks.levels[1].world_size
+        shared["worker_sq"] = torch.zeros(here, dtype=options.variance_dtype, device=frame.device)
+    if ranks.levels is not None:
+        return HierarchicalAllReduce(layout, *ranks.levels, dtype=options.hierarchy_dtype, **shared)
     shared["serve_alone"] = options.serve_alone
     if not options.overlap and options.bucket_count == 1:
-        return make_all_reduce(layout, optimizer.ranks.transport, **shared)
+        return make_all_reduce(layout, ranks.transport, **shared)
     if not options.overlap:
-        return BucketedAllReduce(layout, options.bucket_count, optimizer.ranks.transport, **shared)
-    if isinstance(before, OverlappedAllReduce):
-        return OverlappedAllReduce(optimizer, before.transport, **shared)
-    own = optimizer.ranks.transport  # buckets have one of their own, so that nothing else comes between them
-    return OverlappedAllReduce(optimizer, own.apart() if isinstance(own, TorchTransport) else own, **shared)
+        return BucketedAllReduce(layout, options.bucket_count, ranks.transport, **shared)
+    return OverlappedAllReduce(algorithm, ranks.apart, **shared)
 
 
 class OverlappedAllReduce(Arrivals, BucketedAllReduce):
@@ -65,12 +61,13 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
     On CUDA they are compressed and sent on a stream of their own, on a CPU by a thread of its own, over a
     process group of its own, so that whatever else is sent in the meantime comes not between them. The
     first bucket, which is complete when the backward pass is over, is left to the step. Hooks hold
-    the optimizer weakly.
+    the algorithm weakly.
     """
 
-    def __init__(self, optimizer: FeedbackOptimizer, transport: Transport, **options: Any) -> None:
-        super().__init__(optimizer.layout, optimizer.options.bucket_count, transport, **options)
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, algorithm: Feedback, transport: Transport, **options: Any) -> None:
+        super().__init__(algorithm.frame.layout, algorithm.options.bucket_count, transport, **options)
+        self._algorithm, owner = weakref.ref(algorithm), algorithm.frame.owner()
+        assert owner is not None  # which is making this
         self._buckets_of = [
             [bucket for bucket, each in enumerate(self.parts) if each.layout.sizes[i]]
             for i in range(len(self.layout.sizes))
@@ -81,10 +78,10 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
         self._pending: list[Future[None]] = []
         self._in_use: list[Any] = []
-        handles = self.watch(optimizer.parameters.owners)
-        handles.append(optimizer.register_load_state_dict_pre_hook(_idle_check(weakref.ref(self))))
+        handles = self.watch(algorithm.frame.parameters.owners)
+        handles.append(owner.register_load_state_dict_pre_hook(_idle_check(weakref.ref(self))))
         # Not of this object: a bucket that is under way keeps it alive.
-        self._finalizer = weakref.finalize(optimizer, _take_away, handles, self._thread)
+        self._finalizer = weakref.finalize(algorithm, _take_away, handles, self._thread)
         self._forget()
 
     @property
@@ -97,7 +94,8 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         self._check_gradients()
         error = self._found
         self._catch_up()
-        if (optimizer := self._optimizer()) is not None and any(value is not None for value in LossScale.of(optimizer)):
+        algorithm = self._algorithm()
+        if algorithm is not None and any(value is not None for value in algorithm.frame.loss_scale):
             error = RuntimeError(
                 "a GradScaler can't be used with Wire(overlap=True): gradients are sent before it has unscaled them; "
                 "train in bfloat16 without one, or pass Wire(overlap=False)"
@@ -113,6 +111,12 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         self._finalizer()
         if self._thread is not None:
             self._thread.shutdown()
+
+    @property
+    def broken(self) -> bool:
+        """Tell whether nobody goes on from here."""
+        algorithm = self._algorithm()
+        return algorithm is None or bool(algorithm.frame.steps.broken)
 
     def rest(self, resting: bool) -> None:
         """Watch no backward pass, or watch them again; RuntimeError if one has sent what no step has taken up."""
@@ -130,15 +134,16 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
 
     def arrived(self, i: int) -> None:
         """Take note that the gradient of parameter ``i`` is there."""
-        optimizer = self._optimizer()
-        if optimizer is None or self._paused or optimizer.steps.broken:
+        algorithm = self._algorithm()
+        owner = None if algorithm is None else algorithm.frame.owner()
+        if algorithm is None or owner is None or self._paused or algorithm.frame.steps.broken:
             return
-        optimizer.begin_step()
-        if optimizer.phase != "compression":
+        owner.begin_step()
+        if algorithm.phase != "compression":
             return
         if i in self._seen:
             self._found = self._found or RuntimeError(
-                f"the gradient of {optimizer.parameters.called[i]} has changed in a second backward pass before "
+                f"the gradient of {algorithm.frame.parameters.called[i]} has changed in a second backward pass before "
                 "step(): with Wire(overlap=True) the first has been sent by now; wrap all but the last in "
                 "optimizer.no_sync()"
             )
@@ -149,27 +154,29 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         for bucket in self._buckets_of[i]:
             self._waiting[bucket] -= 1
         while self._next > 0 and self._waiting[self._next] == 0:
-            with optimizer.steps.whole("a backward pass that sends buckets"):
-                self._start(optimizer, self._next)
+            with algorithm.frame.steps.whole("a backward pass that sends buckets"):
+                self._start(algorithm, owner, self._next)
                 self._next -= 1
 
-    def _start(self, optimizer: FeedbackOptimizer, bucket: int) -> None:
-        grads = [optimizer.nothing] * len(self._buckets_of)
+    def _start(self, algorithm: Feedback, owner: Owner, bucket: int) -> None:
+        plist, nothing = algorithm.frame.parameters, algorithm.frame.nothing
+        grads = [nothing] * len(self._buckets_of)
         try:
             if self._coef is None:
-                optimizer.take_hyper_parameters()
-                self._coef = optimizer.coefficient_table()
+                owner.take_hyper_parameters()
+                self._coef = algorithm.coefficient_table()
             members = [i for i, buckets in enumerate(self._buckets_of) if bucket in buckets]
             for i in members:
-                grads[i] = optimizer.parameters.gradient(i, optimizer.nothing)
-            grads = optimizer.parameters.usable(grads, optimizer.nothing)
+                grads[i] = plist.gradient(i, nothing)
+            grads = plist.usable(grads, nothing)
         except Exception as error:  # the others must not wait for this rank
             self._found = self._found or error
-            grads = [optimizer.nothing] * len(self._buckets_of)
-        coef = self._coef if self._coef is not None else optimizer.coefficient_table()
-        compress = optimizer.compressing(grads, coef)
+            grads = [nothing] * len(self._buckets_of)
+        coef = self._coef if self._coef is not None else algorithm.coefficient_table()
+        compress = algorithm.compressing(grads, coef)
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
-        told = optimizer.told(self._found is not None, as_word(optimizer.steps.count.coming), missing=())
+        coming = as_word(algorithm.frame.steps.count.coming)
+        told = algorithm.told(self._found is not None, coming, missing=())
         self.under_way.add(bucket)
         # The other stream may still read them when nobody else has them any more: gradients are copies where their
         # memory order is another than the parameter's.
@@ -188,18 +195,19 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             job()
 
     def _note_versions(self) -> None:
-        if (optimizer := self._optimizer()) is not None:
-            owners = optimizer.parameters.owners
+        if (algorithm := self._algorithm()) is not None:
+            owners = algorithm.frame.parameters.owners
             self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
 
     def _check_gradients(self) -> None:
         """Note an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        algorithm = self._algorithm()
+        assert algorithm is not None
+        plist = algorithm.frame.parameters
         for i, (grad, version) in self._left_behind.items():
-            if optimizer.parameters.owners[i].grad is not grad or grad._version != version:
+            if plist.owners[i].grad is not grad or grad._version != version:
                 self._found = self._found or RuntimeError(
-                    f"the gradient of {optimizer.parameters.called[i]} was changed or dropped between the backward "
+                    f"the gradient of {plist.called[i]} was changed or dropped between the backward "
                     "pass and step(): with Wire(overlap=True) it has been sent by now. Clip, scale or drop gradients "
                     "with Wire(overlap=False) only; the guard refuses outliers"
                 )
@@ -224,9 +232,9 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             raise first if isinstance(first, CollectiveError) else CollectiveError(f"a bucket was lost: {first!r}")
 
 
-def _idle_check(overlap: weakref.ref[OverlappedAllReduce]) -> Callable[[torch.optim.Optimizer, object], None]:
-    def check(optimizer: torch.optim.Optimizer, _: object) -> None:
-        if (watching := overlap()) is not None and not vars(optimizer)["steps"].broken:
+def _idle_check(overlap: weakref.ref[OverlappedAllReduce]) -> Callable[..., None]:
+    def check(*_: object) -> None:
+        if (watching := overlap()) is not None and not watching.broken:
             watching.check_idle()
 
     return check

@@ -26,7 +26,7 @@ class LossScale(NamedTuple):
     """Above 0 where this rank has an infinite gradient: float32 []."""
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> LossScale:
+    def of(cls, optimizer: object) -> LossScale:
         """Read the two attributes that ``torch.amp.GradScaler`` sets on an optimizer for a step."""
         scale, found_inf = (getattr(optimizer, name, None) for name in SCALER_ATTRIBUTES)
         # Where no parameter has a gradient the scaler hands over the number 0 instead of a tensor.

@@ -375,6 +375,17 @@ class Options(Numerics, Wire, Faults):
         """Return into how many buckets the flat index space is cut."""
         return 1
 
+    @property
+    def coefficient_floor(self) -> float:
+        """Return the share of the mean of v that coefficients add to it in denominators."""
+        return 0.0
+
+    def check_levels(self) -> None:
+        """Raise ValueError if ranks can't average in two levels with these settings."""
+
+    def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
+        """Raise ValueError for a hyper-parameter of the group of this ``name`` that makes no sense with them."""
+
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
         """Settle an optimizer's arguments: option objects, and what stands beside them.

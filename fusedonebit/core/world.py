@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import ModelGroup, ShardGroup, Transport, agree, make_transport
+from ..comm import ModelGroup, ShardGroup, TorchTransport, Transport, agree, make_transport
 from ..comm.agreement import Fact
 from .consensus import failure
 from .rank_local import Rows
@@ -46,6 +46,14 @@ class World:
         self.model = ModelGroup(self.shards, *self.model_parallel.groups)
         self.saving_group: dist.ProcessGroup | None = None
         self.take_levels(levels)
+
+    @cached_property
+    def apart(self) -> Transport:
+        """Return a transport between those that average which nobody else uses, so that nothing comes between messages.
+
+        All ranks make it.
+        """
+        return self.transport.apart() if isinstance(self.transport, TorchTransport) else self.transport
 
     @cached_property
     def rows(self) -> Rows:

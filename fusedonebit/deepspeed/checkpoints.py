@@ -316,7 +316,7 @@ def _freeze_step(optimizer: Any, whole: Mapping[str, Any]) -> int | None:
     given = params.get("freeze_step") if isinstance(params, Mapping) else None
     if given is not None:
         return max(0, count(given, "freeze_step of ds_config") - 1)
-    mine = getattr(optimizer.options, "freeze_step", None)
+    mine = getattr(optimizer.frame.options, "freeze_step", None)
     return mine if isinstance(mine, int) else None
 
 
@@ -358,7 +358,7 @@ def _of_lamb(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _taken(optimizer: Any, read: _Read, whole: Mapping[str, Any]) -> Taken:
     updates = max(read.step - 1, 0)
-    freeze = getattr(optimizer.options, "freeze_step", None)
+    freeze = getattr(optimizer.frame.options, "freeze_step", None)
     compressed = isinstance(freeze, int) and updates >= freeze
     scale = _wrapped(whole).get("cur_scale")
     scale = None if scale is None else number(scale, "cur_scale")

@@ -12,27 +12,33 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..comm import Told
+from ..core.frame import Frame
 from ..core.scaling import Agreed
 from ..core.state.header import FLAG, Field, Fields
-from ..optim.zero_one import ZeroOneAdam
+from ..optim.zero_one import LocalAdam, ZeroOneAdam
 from ..optim.zero_one_state import DECAY, STEP_SIZE
 from ..triton_kernels import LARGEST_GRADIENT, Coef
 from .policies import DeepSpeedVariance
 
 
-class DeepSpeedZeroOneAdam(ZeroOneAdam):
-    """Follows DeepSpeed's formulas; made by ``from_config``, with ``ZeroOneAdam``'s arguments."""
+class DeepSpeedLocalAdam(LocalAdam):
+    """0/1 Adam by DeepSpeed's formulas."""
 
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""
 
     leaks: ClassVar = True
 
-    _was_frozen: bool
+    header_fields: ClassVar[Fields] = {**LocalAdam.header_fields, "was_frozen": Field(FLAG, False)}
 
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super().check_group(group, name)
-        if not isinstance(policy := self.options.variance_policy, DeepSpeedVariance):
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        self._was_frozen = False
+
+    @classmethod
+    def check(cls, frame: Frame) -> None:
+        super().check(frame)
+        if not isinstance(policy := getattr(frame.options, "variance_policy", None), DeepSpeedVariance):
             raise ValueError(f"variance_policy must be a DeepSpeedVariance with DeepSpeed's numerics, got {policy!r}")
 
     def _is_frozen(self) -> bool:
@@ -44,20 +50,15 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     def _awaited(self) -> None:
         return None
 
-    def _enter_phase(self) -> None:
-        super()._enter_phase()
+    def enter_phase(self) -> bool:
+        changed = super().enter_phase()
         if self._is_frozen() and not self._was_frozen:
             # Residuals of gradients are none of momenta.
             self.reducer.settle()
             for side in self.reducer.sides:
                 side.forget()
         self._was_frozen = self._is_frozen()
-
-    def build(self) -> None:
-        super().build()
-        self._was_frozen = False
-
-    header_fields: ClassVar[Fields] = {**ZeroOneAdam.header_fields, "was_frozen": Field(FLAG, False)}
+        return changed
 
     def plain_state(self) -> dict[str, Any]:
         return super().plain_state() | {"was_frozen": self._was_frozen}
@@ -67,7 +68,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._was_frozen = header.get("was_frozen", False)
 
     def _of_gradients(self, coef: Tensor) -> Tensor:
-        if self._phase == "local" or self._is_frozen():
+        if self.phase == "local" or self._is_frozen():
             return coef
         plain = self.reducer.plain_coefficients()
         plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
@@ -79,8 +80,8 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         agreed = super()._scaling(grads, coef, alone=True)
         if agreed.hold is not None:
             ranks = self._lost.clone()
-            self.ranks.transport.all_reduce(ranks)
-            self.scaling.overflowed = (ranks > 0).float()
+            self.frame.ranks.transport.all_reduce(ranks)
+            self.frame.scaling.overflowed = (ranks > 0).float()
             self._lost.zero_()
         return agreed
 
@@ -94,7 +95,7 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         self._step_alone(grads, agreed, coef)
         coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / self._round.steps
         coef[:, Coef.DECAY] = self._moved[DECAY]
-        plain, nothing = self.reducer.plain_coefficients(), [self.nothing] * len(grads)
+        plain, nothing = self.reducer.plain_coefficients(), [self.frame.nothing] * len(grads)
         told = told._replace(hold=None, pending=self._pending)
         self._synchronise(lambda part: part.compress(nothing, plain), told, coef)
         self._apply(coef, None)
@@ -109,10 +110,18 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
         reducer = self.reducer
         told = told._replace(sums=False)  # no ``apply_momentum`` reads these bits
         self._synchronise(lambda part: part.compress(grads, agreed.coef), told, coef)
-        if self._absent is not None:
-            reducer.scale.masked_fill_(self._absent[self.places.block_tensor], 0.0)
+        if self.frame.absent is not None:
+            reducer.scale.masked_fill_(self.frame.absent[self.frame.places.block_tensor], 0.0)
         self._rebuild(None, None, None, False, coef, self._anchor)
         for column, value in self._stays.items():
             coef[:, column] = value
-        self._update(self.layout.cut(self._anchor), self.coefficients.still(coef, self._absent), reducer.flags)
+        self._update(
+            self.frame.layout.cut(self._anchor), self.frame.coefficients.still(coef, self.frame.absent), reducer.flags
+        )
         self._end_round(self._round)
+
+
+class DeepSpeedZeroOneAdam(ZeroOneAdam):
+    """Follows DeepSpeed's formulas; made by ``from_config``, with ``ZeroOneAdam``'s arguments."""
+
+    kind = DeepSpeedLocalAdam

@@ -32,10 +32,10 @@ class GradScaler(torch.amp.GradScaler):
         """See ``torch.amp.GradScaler.step``; every rank must call it."""
         if not self.is_enabled() or not isinstance(optimizer, DistributedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        optimizer.steps.outcomes.scaler_is_told = True
+        optimizer.frame.steps.outcomes.scaler_is_told = True
         result = super().step(optimizer, *args, **kwargs)
         for found_inf in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            found_inf.copy_(optimizer.scaling.overflowed[0])
+            found_inf.copy_(optimizer.frame.scaling.overflowed[0])
         return result
 
     def _unscale_grads_(

@@ -67,7 +67,7 @@ def broadcast_buffers(
             raise ValueError("process_group must be None where optimizer is given: its ranks are meant")
         if every is not None and not (is_int(every) and every >= 1):
             raise ValueError(f"every must be an int >= 1 or None, got {every!r}")
-        ranks, inside, device = optimizer.ranks.transport, optimizer.ranks.shards, optimizer.device
+        ranks, inside, device = optimizer.frame.ranks.transport, optimizer.frame.ranks.shards, optimizer.frame.device
     _broadcast(named, ranks, inside, device)
     if optimizer is None or every is None:
         return None

@@ -58,13 +58,13 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> H
     """
     error = failure(lambda: _check(model, optimizer))
     if isinstance(optimizer, DistributedOptimizer):
-        transport, device = optimizer.ranks.transport, optimizer.device
+        transport, device = optimizer.frame.ranks.transport, optimizer.frame.device
     else:  # then the others' optimizers most likely use the default group
         nccl = dist.is_initialized() and "nccl" in dist.get_backend()
         device = torch.device("cuda" if nccl else "cpu")
         transport = make_transport(None, device)
     agree(transport, [], device, error, "attach the same model on every rank")
-    optimizer.parameters.name(model.module.named_parameters())
+    optimizer.frame.parameters.name(model.module.named_parameters())
     return Handle(model, optimizer)
 
 
@@ -86,7 +86,7 @@ class Handle:
         self.optimizer: DistributedOptimizer | None = optimizer
         # The model holds this, in C++ as well, where no collector looks.
         self._model = itself = weakref.ref(model)
-        self._owners = set(map(id, optimizer.parameters.owners))
+        self._owners = set(map(id, optimizer.frame.parameters.owners))
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         this = weakref.ref(self)
         hooks = [
@@ -95,7 +95,7 @@ class Handle:
         ]
         vars(model)["join_hook"] = lambda **_: _NoJoin()
         self._finalizer = weakref.finalize(model, _end, hooks, weakref.ref(optimizer))
-        optimizer.under_ddp.attached, optimizer.under_ddp.elsewhere = True, None
+        optimizer.frame.under_ddp.attached, optimizer.frame.under_ddp.elsewhere = True, None
         _let_overlap(optimizer, True)
         seat.handle = self
 
@@ -116,23 +116,23 @@ class Handle:
         if optimizer is None:
             return
         error = failure(lambda: _check_idle(optimizer))
-        facts = [("the number of updates before detach()", str(optimizer.steps.outcomes.updates))]
+        facts = [("the number of updates before detach()", str(optimizer.frame.steps.outcomes.updates))]
         agree(
-            optimizer.ranks.transport,
+            optimizer.frame.ranks.transport,
             facts,
-            optimizer.device,
+            optimizer.frame.device,
             error,
             "call it on every rank, between the same two steps",
         )
         _average_gradients(optimizer)
         _let_overlap(optimizer, False)
-        optimizer.under_ddp.averaged, optimizer.under_ddp.elsewhere = False, None
+        optimizer.frame.under_ddp.averaged, optimizer.frame.under_ddp.elsewhere = False, None
         self._finalizer()
         self.optimizer = None
         if model is not None and (seat := _seat_of(model)) is not None:
             seat.handle = None
             vars(model).pop("join_hook", None)
-        if speaks(optimizer):
+        if speaks(optimizer.frame):
             _say_what_is_owed(optimizer)
 
     @torch._disable_dynamo
@@ -190,11 +190,11 @@ class _NoJoin(JoinHook):
 def _end(hooks: list[RemovableHandle], optimizer: weakref.ref[DistributedOptimizer]) -> None:
     take_away(hooks)
     if (attached := optimizer()) is not None:
-        attached.under_ddp.attached = False
+        attached.frame.under_ddp.attached = False
 
 
 def _refuse_others(handle: weakref.ref[Handle], stepping: torch.optim.Optimizer) -> None:
-    found, ddp = handle(), getattr(stepping, "under_ddp", None)
+    found, ddp = handle(), getattr(getattr(stepping, "frame", None), "under_ddp", None)
     # One that is attached itself needs no closer look, into which no compiler could follow.
     if found is None or found.optimizer is None or (ddp is not None and ddp.attached) or not found.shares(stepping):
         return
@@ -222,7 +222,7 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
         raise TypeError(
             f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
         )
-    if optimizer.under_ddp.attached:
+    if optimizer.frame.under_ddp.attached:
         raise RuntimeError(
             f"this {type(optimizer).__name__} is attached already; call attach() once, before training, or first "
             "detach() of the handle that it has returned"
@@ -266,7 +266,7 @@ def _check_ways_of_averaging(model: DistributedDataParallel) -> None:
 
 
 def _check_parameters(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
-    ours = dict(zip(map(id, optimizer.parameters.owners), optimizer.parameters.names, strict=True))
+    ours = dict(zip(map(id, optimizer.frame.parameters.owners), optimizer.frame.parameters.names, strict=True))
     named = list(model.module.named_parameters())
     theirs = {id(p): f"{name} of model" for name, p in named if p.requires_grad}
     if late := [name for name, p in named if id(p) in ours and not p.requires_grad]:
@@ -285,27 +285,27 @@ def _check_parameters(model: DistributedDataParallel, optimizer: DistributedOpti
 
 def _check_idle(optimizer: DistributedOptimizer) -> None:
     """Raise if there is no state between two steps, equal on all ranks, in which another optimizer could take over."""
-    if optimizer.steps.broken:
+    if optimizer.frame.steps.broken:
         raise RuntimeError(
-            f"this {type(optimizer).__name__} can't be detached, as it can't go on: {optimizer.steps.broken}"
+            f"this {type(optimizer).__name__} can't be detached, as it can't go on: {optimizer.frame.steps.broken}"
         )
-    optimizer.catch_up()
-    if not optimizer.synchronised:
+    optimizer.algorithm.catch_up()
+    if not optimizer.algorithm.synchronised:
         told = optimizer.stats()
         raise RuntimeError(
             f"detach() must come between two rounds, but {told['local_steps']} steps of this one are done, and each "
             "rank has moved its own parameters: go on until stats()['local_steps'] is 0"
         )
-    if isinstance(reducer := getattr(optimizer, "reducer", None), BucketedAllReduce):
+    if isinstance(reducer := getattr(optimizer.algorithm, "reducer", None), BucketedAllReduce):
         reducer.check_idle()
 
 
 def _average_gradients(optimizer: DistributedOptimizer) -> None:
     """Average the gradients that are there, as DDP does; those that were averaged, or used already, do no harm."""
-    owners, transport = optimizer.parameters.owners, optimizer.ranks.transport
+    owners, transport = optimizer.frame.parameters.owners, optimizer.frame.ranks.transport
     if transport.world_size == 1:
         return
-    present = torch.tensor([p.grad is not None for p in owners], dtype=torch.float32, device=optimizer.device)
+    present = torch.tensor([p.grad is not None for p in owners], dtype=torch.float32, device=optimizer.frame.device)
     transport.all_reduce(present)
     for p, ranks in zip(owners, present.tolist(), strict=True):
         if ranks == 0:
@@ -318,7 +318,7 @@ def _average_gradients(optimizer: DistributedOptimizer) -> None:
 
 def _let_overlap(optimizer: DistributedOptimizer, may: bool) -> None:
     """Let a reducer send in backward passes, or not: what DDP is about to average is not what it should send."""
-    if isinstance(reducer := getattr(optimizer, "reducer", None), OverlappedAllReduce):
+    if isinstance(reducer := getattr(optimizer.algorithm, "reducer", None), OverlappedAllReduce):
         reducer.rest(not may)
 
 
@@ -332,7 +332,7 @@ def _say_what_is_owed(optimizer: DistributedOptimizer) -> None:
 
 
 def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
-    return getattr(optimizer.ranks.transport, "group", None)  # a transport of one rank has none
+    return getattr(optimizer.frame.ranks.transport, "group", None)  # a transport of one rank has none
 
 
 def _ranks(optimizer: DistributedOptimizer) -> list[int]:
@@ -343,15 +343,15 @@ def _ranks(optimizer: DistributedOptimizer) -> list[int]:
 def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     # The stage of the coming step must be known before its gradients are averaged.
     optimizer.begin_step()
-    buffer, world_size = bucket.buffer(), optimizer.ranks.transport.world_size
+    buffer, world_size = bucket.buffer(), optimizer.frame.ranks.transport.world_size
     if not optimizer.averages_gradients or world_size == 1:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
-    optimizer.under_ddp.averaged = True
+    optimizer.frame.under_ddp.averaged = True
     # As ``flatten`` does: divided before the sum, in float32.
     wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
-    optimizer.ranks.transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
+    optimizer.frame.ranks.transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
     work = dist.all_reduce(in_flight(wide), group=_group(optimizer), async_op=True)
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
     return averaged

@@ -36,7 +36,7 @@ class OneBit(Callback):  # type: ignore[misc]  # of a package without types
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """See Lightning; on all ranks."""
         own = checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])  # Lightning can't load DTensors
-        if trainer.world_size > 1 and any(optimizer.compressed for optimizer in _ours(trainer)):
+        if trainer.world_size > 1 and any(optimizer.algorithm.compressed for optimizer in _ours(trainer)):
             states = [None] * trainer.world_size if trainer.global_rank == 0 else None
             dist.gather_object(own, states)
             checkpoint[KEY] = states

@@ -26,14 +26,14 @@ def ours(optimizer: Any) -> DistributedOptimizer:
 
 def attach_once(model: Any, optimizer: DistributedOptimizer) -> Handle | None:
     """Do what ``ddp.attach`` does where ``model`` is in DDP and it was not done; one process has no DDP."""
-    if isinstance(model, DistributedDataParallel) and not optimizer.under_ddp.attached:
+    if isinstance(model, DistributedDataParallel) and not optimizer.frame.under_ddp.attached:
         return attach(model, optimizer)
     return None
 
 
 def refuse_clipping(optimizer: DistributedOptimizer, setting: str, given: Any, off: Any) -> None:
     """Raise ValueError if the library is to clip gradients of several ranks, each by its own norm."""
-    if given and optimizer.ranks.transport.world_size > 1:
+    if given and optimizer.frame.ranks.transport.world_size > 1:
         raise ValueError(
             f"{setting} must be {off!r} with {type(optimizer).__name__}, got {given!r}: each rank would clip its own "
             f"gradients by its own norm; pass max_grad_norm={given!r} to the optimizer instead"
@@ -42,7 +42,7 @@ def refuse_clipping(optimizer: DistributedOptimizer, setting: str, given: Any, o
 
 def path_of(optimizer: DistributedOptimizer, folder: str | Path) -> Path:
     """Return where this rank's state lies in ``folder``."""
-    transport = optimizer.ranks.transport
+    transport = optimizer.frame.ranks.transport
     return Path(folder) / f"onebit-rank-{transport.rank}-of-{transport.world_size}.pt"
 
 
@@ -60,7 +60,7 @@ def save(optimizer: DistributedOptimizer, folder: str | Path) -> None:
         partial.replace(path)  # a crash leaves the old file or the new one
     except Exception as caught:
         error = caught
-    agree(optimizer.ranks.transport, [], optimizer.device, error, f"{folder} holds no whole checkpoint")
+    agree(optimizer.frame.ranks.transport, [], optimizer.frame.device, error, f"{folder} holds no whole checkpoint")
 
 
 def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
@@ -82,7 +82,12 @@ def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
             )
     except Exception as caught:
         error = caught
-    agree(optimizer.ranks.transport, [("each rank has a file", str(state is not None))], optimizer.device, error)
+    agree(
+        optimizer.frame.ranks.transport,
+        [("each rank has a file", str(state is not None))],
+        optimizer.frame.device,
+        error,
+    )
     if state is None:
         return
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, given: state)

@@ -276,7 +276,7 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a run was made with: date, optimizer, its options, versions, where and on how many ranks it runs."""
     stats: dict[str, Any] = getattr(optimizer, "stats", dict)()
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    options: Any = getattr(optimizer, "options", None)
+    options: Any = getattr(getattr(optimizer, "frame", None), "options", None)
     settings = dataclasses.asdict(options) if isinstance(options, Options) else {}
     return {
         "format": FORMAT,
@@ -313,7 +313,7 @@ def _version(name: str) -> str | None:
 def _rank(optimizer: torch.optim.Optimizer) -> int:
     if dist.is_initialized():
         return dist.get_rank()
-    ranks = getattr(optimizer, "ranks", optimizer)
+    ranks = getattr(getattr(optimizer, "frame", None), "ranks", optimizer)
     return getattr(getattr(ranks, "transport", None), "rank", 0)
 
 

@@ -11,10 +11,11 @@ from .narrow_state import NarrowState
 
 
 class AdamUpdate(NarrowState):
-    """Skeleton of an optimizer whose uncompressed update is AdamW's."""
+    """Skeleton of an algorithm whose uncompressed update is AdamW's."""
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
-        dense, m, v, sums = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
+        frame = self.frame
+        dense, m, v, sums = frame.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
         flag, before = found or (None, None)
-        how = self._rounding, flag, before, self._drawn_moments, self.octaves, self.parameters.correction
-        adam_update(dense, grads, self.places, m, v, coef, skip, sums, *how)
+        how = frame.rounding, flag, before, self._drawn_moments, self.octaves, frame.parameters.correction
+        adam_update(dense, grads, frame.places, m, v, coef, skip, sums, *how)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag
-from ..core.scaling import LossScale
+from ..core.frame import Frame
+from ..core.optimizer import DistributedOptimizer
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
 from ..triton_kernels import adam_update
 from .adam_update import AdamUpdate
@@ -40,7 +41,125 @@ class AdamWOptions(Options):
                 )
 
 
-class AdamW(AdamUpdate):
+class AveragedAdam(AdamUpdate):
+    """AdamW on averaged gradients, or on those of a rank alone."""
+
+    settings: ClassVar[type[Options]] = AdamWOptions
+    compresses: ClassVar = False
+    _release: Release | None = None
+    _released_with: int = 0  # the tag of hyper-parameters
+    reads_gradients: ClassVar = True
+    corrects: ClassVar = True
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        self._release = Release(self) if self.options.release_gradients else None
+
+    def close(self) -> None:
+        super().close()
+        if self._release is not None:
+            self._release.close()
+
+    @classmethod
+    def check(cls, frame: Frame) -> None:
+        super().check(frame)
+        ranks = max(frame.ranks.transport.world_size, frame.ranks.model.count)
+        if frame.options.release_gradients and ranks > 1:
+            raise ValueError(
+                f"release_gradients must be False on several ranks, got True on {ranks}: they average gradients of all "
+                "parameters at once, in step(); leave the option out"
+            )
+
+    # ---------------------------------------------------------------- gradients that are released
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes in this context only accumulate, where gradients are released; the one after it does."""
+        return nullcontext() if self._release is None else self._release.paused()
+
+    def check_idle(self, what: str) -> None:
+        if self._release is not None:
+            self._release.check_idle(what)
+
+    def check_step(self) -> None:
+        if self._release is not None and any(value is not None for value in self.frame.loss_scale):
+            raise RuntimeError(
+                "a GradScaler can't be used with Wire(release_gradients=True): gradients were used, and parameters "
+                "moved, before it has unscaled them; train in bfloat16 without one, or leave the option out"
+            )
+
+    def update_early(self, bucket: Bucket) -> None:
+        """Update a bucket in the backward pass; with the first one of a step that begins."""
+        frame = self.frame
+        owner = frame.owner()
+        assert self._release is not None
+        assert owner is not None
+        frame.steps.refuse_if_broken()
+        grads = frame.parameters.usable_of(bucket.members, frame.nothing)
+        first = not self._release.done
+        if first:
+            owner.begin_step()
+            owner.take_hyper_parameters()
+            frame.coefficients.begin(renews=False)
+            frame.parameters.before_update()
+        coef = self.coefficient_table()
+        if first:
+            self._released_with = frame.coefficients.tag
+        with frame.steps.whole("a backward pass that updates parameters"):
+            self._update_bucket(bucket, grads, coef, first)
+            frame.parameters.after_update(bucket.members)
+            self._release.use_up(frame.parameters.owners, bucket)
+
+    def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:
+        """Do for one bucket what ``_update`` does for all of them; it is the ``first`` of its step, or not."""
+        frame = self.frame
+        members, blocks, elements, tables, at = bucket
+        if first:
+            self.elements.turn()
+        places = frame.places.at(blocks)._replace(sizes=frame.layout.sizes[members], block_tensor=tables.tensor)
+        octaves = None if self.octaves is None else self.octaves[:, blocks]
+        correction = frame.parameters.correction
+        correction = None if correction is None else correction[elements]
+        how: tuple[Any, ...] = (
+            None,
+            frame.rounding,
+            *self.elements.of_step(captured=False),
+            self._drawn_moments,
+            octaves,
+            correction,
+            at,
+        )
+        m, v = self.exp_avg[elements], self.exp_avg_sq[elements]
+        adam_update(frame.parameters.dense[members], grads, places, m, v, coef[members], self.elements.none, *how)
+
+    def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """Update parameters of a rank alone; where gradients are released, those that are left."""
+        frame = self.frame
+        release = self._release
+        if release is None:
+            return super()._update_alone(grads, coef, abort)
+        done = release.done
+        if done and frame.coefficients.tag != self._released_with:
+            frame.late_error = RuntimeError(
+                "hyper-parameters have changed between the backward pass and step(): with "
+                f"Wire(release_gradients=True) {len(done)} of {len(frame.parameters)} parameters were updated with the "
+                "old ones. The step was taken; set them before the backward pass"
+            )
+        frame.missing = tuple(i for i in frame.missing if i not in done)
+        self._note_absent()
+        self.elements.made = bool(done)
+        for bucket in () if abort else release.buckets:
+            theirs = grads[bucket.members]
+            if bucket.members.start not in done and any(map(Tensor.numel, theirs)):
+                self._update_bucket(
+                    bucket, theirs, frame.coefficients.still(coef, frame.absent), not self.elements.made
+                )
+                self.elements.made = True
+        release.forget()
+        none = self.elements.none
+        return torch.full_like(none, int(Flag.ABORT)) if abort else none
+
+
+class AdamW(DistributedOptimizer):
     r"""AdamW as ``torch.optim.AdamW``, in two launches, whatever the number of tensors.
 
     .. math::
@@ -73,12 +192,8 @@ class AdamW(AdamUpdate):
         optimizer.step()
     """
 
-    settings: ClassVar[type[Options]] = AdamWOptions
-    compresses: ClassVar = False
-    _release: Release | None = None
-    _released_with: int = 0  # the tag of hyper-parameters
-    reads_gradients: ClassVar = True
-    corrects: ClassVar = True
+    kind = AveragedAdam
+    algorithm: AveragedAdam
 
     def __init__(
         self,
@@ -98,112 +213,6 @@ class AdamW(AdamUpdate):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, max_grad_norm=max_grad_norm)
 
-    def build(self) -> None:
-        """Allocate all state; release gradients from now on, if asked."""
-        super().build()
-        if self._release is not None:
-            self._release.close()
-        self._release = Release(self) if self.options.release_gradients else None
-
-    def _check_shards(self) -> None:
-        super()._check_shards()
-        ranks = max(self.ranks.transport.world_size, self.ranks.model.count)
-        if self.options.release_gradients and ranks > 1:
-            raise ValueError(
-                f"release_gradients must be False on several ranks, got True on {ranks}: they average gradients of all "
-                "parameters at once, in step(); leave the option out"
-            )
-
-    # ---------------------------------------------------------------- gradients that are released
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in this context only accumulate, where gradients are released; the one after it does."""
-        return nullcontext() if self._release is None else self._release.paused()
-
-    @torch._disable_dynamo
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or make them zero; raise RuntimeError if released ones have already been used."""
-        self._check_idle("zero_grad()")
-        super().zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; where gradients are released, not between the backward pass and ``step``."""
-        self._check_idle("add_param_group()")
-        super().add_param_group(param_group)
-
-    def _check_idle(self, what: str) -> None:
-        if self._release is not None:
-            self._release.check_idle(what)
-
-    def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
-        """Take a step; where gradients are released, end the one that the backward pass has begun."""
-        if self._release is not None and any(value is not None for value in LossScale.of(self)):
-            raise RuntimeError(
-                "a GradScaler can't be used with Wire(release_gradients=True): gradients were used, and parameters "
-                "moved, before it has unscaled them; train in bfloat16 without one, or leave the option out"
-            )
-        super().take_step(given, params, checked)
-
-    def update_early(self, bucket: Bucket) -> None:
-        """Update a bucket in the backward pass; with the first one of a step that begins."""
-        assert self._release is not None
-        self.steps.refuse_if_broken()
-        grads = self.parameters.usable_of(bucket.members, self.nothing)
-        first = not self._release.done
-        if first:
-            self.begin_step()
-            self.take_hyper_parameters()
-            self.coefficients.begin(renews=False)
-            self.parameters.before_update()
-        coef = self.coefficient_table()
-        if first:
-            self._released_with = self.coefficients.tag
-        with self.steps.whole("a backward pass that updates parameters"):
-            self._update_bucket(bucket, grads, coef, first)
-            self.parameters.after_update(bucket.members)
-            self._release.use_up(self.parameters.owners, bucket)
-
-    def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:
-        """Do for one bucket what ``_update`` does for all of them; it is the ``first`` of its step, or not."""
-        members, blocks, elements, tables, at = bucket
-        if first:
-            self.elements.turn()
-        places = self.places.at(blocks)._replace(sizes=self.layout.sizes[members], block_tensor=tables.tensor)
-        octaves = None if self.octaves is None else self.octaves[:, blocks]
-        correction = self.parameters.correction
-        correction = None if correction is None else correction[elements]
-        how: tuple[Any, ...] = (
-            None,
-            self._rounding,
-            *self.elements.of_step(captured=False),
-            self._drawn_moments,
-            octaves,
-            correction,
-            at,
-        )
-        m, v = self.exp_avg[elements], self.exp_avg_sq[elements]
-        adam_update(self.parameters.dense[members], grads, places, m, v, coef[members], self.elements.none, *how)
-
-    def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Update parameters of a rank alone; where gradients are released, those that are left."""
-        release = self._release
-        if release is None:
-            return super()._update_alone(grads, coef, abort)
-        done = release.done
-        if done and self.coefficients.tag != self._released_with:
-            self._late_error = RuntimeError(
-                "hyper-parameters have changed between the backward pass and step(): with "
-                f"Wire(release_gradients=True) {len(done)} of {len(self.parameters)} parameters were updated with the "
-                "old ones. The step was taken; set them before the backward pass"
-            )
-        self._missing = tuple(i for i in self._missing if i not in done)
-        self._note_absent()
-        self.elements.made = bool(done)
-        for bucket in () if abort else release.buckets:
-            theirs = grads[bucket.members]
-            if bucket.members.start not in done and any(map(Tensor.numel, theirs)):
-                self._update_bucket(bucket, theirs, self.coefficients.still(coef, self._absent), not self.elements.made)
-                self.elements.made = True
-        release.forget()
-        none = self.elements.none
-        return torch.full_like(none, int(Flag.ABORT)) if abort else none
+        return self.algorithm.no_sync()

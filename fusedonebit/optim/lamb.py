@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.frame import Frame
+from ..core.optimizer import DistributedOptimizer
 from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Params, Ranks, Wire
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
-from .averaging import AveragingOptimizer
+from .averaging import Averaging
 from .narrow_state import NarrowState
 
 
@@ -31,52 +33,54 @@ class LambUpdate(NarrowState):
     """The update of equation (2): what ``Lamb`` does always, and ``OneBitLamb`` in its warm-up."""
 
     columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
-    kept: ClassVar[Specs] = (*AveragingOptimizer.kept, StateSpec("layer", "tensor", "_layers", rows=len(Layer)))
+    kept: ClassVar[Specs] = (*Averaging.kept, StateSpec("layer", "tensor", "_layers", rows=len(Layer)))
     _layers: Tensor
     _deepspeed = False
 
-    def build(self) -> None:
-        super().build()
-        layout, device = self.layout, self.device
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        layout, device = frame.layout, frame.device
         self._layers[Layer.RATIO] = 1.0
         # Padding behind the last tensor counts as its own: its sums are zero.
         self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
         self._one_each = torch.arange(len(layout.sizes) + 1, device=device)
         self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
 
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), self._layer_start, self._one_each]
+    def held(self) -> list[Tensor]:
+        return [*super().held(), self._layer_start, self._one_each]
 
-    def _scratch(self) -> list[Tensor]:
+    def scratch(self) -> list[Tensor]:
         return [self._norms]
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
-        dense, m, v, inside = self.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt
+        frame = self.frame
+        dense, m, v, inside = frame.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt
         where, sums = (coef, skip), self._exp_avg_sq_sums
         flag, before = found or (None, None)
         narrow = self._drawn_moments, self.octaves
-        lamb_update(dense, grads, self.places, m, v, inside, *where, sums, self._norms, flag, before, *narrow)
+        lamb_update(dense, grads, frame.places, m, v, inside, *where, sums, self._norms, flag, before, *narrow)
         norms, start = self._by_layer(self._norms)
         with self._layers_kept(self._layers):
             lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(dense, self.places, m, v, inside, *where, self._rounding, self.octaves)
+        lamb_move(dense, frame.places, m, v, inside, *where, frame.rounding, self.octaves)
 
     @contextmanager
     def _layers_kept(self, *tables: Tensor) -> Iterator[None]:
         """Keep tables [..., tensors] as they were for layers without a gradient."""
-        if self._absent is None:
+        if self.frame.absent is None:
             yield
             return
         before = [table.clone() for table in tables]
         yield
         for table, was in zip(tables, before, strict=True):
-            table.copy_(torch.where(self._absent, was, table))
+            table.copy_(torch.where(self.frame.absent, was, table))
 
     def _by_layer(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
         """Return values [..., B] and each tensor's first block, for kernels; of shards one column per tensor."""
-        if self.ranks.shards.count == 1:
+        frame = self.frame
+        if frame.ranks.shards.count == 1:
             return values, self._layer_start
-        whole = self.ranks.shards.sum if reduction == "sum" else self.ranks.shards.max
+        whole = frame.ranks.shards.sum if reduction == "sum" else frame.ranks.shards.max
         return whole(self._segments(values, reduction)), self._one_each
 
     def _segments(self, by_block: Tensor, reduction: str) -> Tensor:
@@ -91,26 +95,11 @@ class LambUpdate(NarrowState):
 
     def _sum_of_squares(self, flat: Tensor) -> Tensor:
         """Return that of each tensor's live elements, float64 [tensors], of values float32 [P]."""
-        return self._segments(square_sums(self.places, flat), "sum")
+        return self._segments(square_sums(self.frame.places, flat), "sum")
 
-    def stats(self, layers: bool = False) -> dict[str, Any]:
-        """Tell where training stands. Waits for the device.
-
-        Args:
-            layers: Also look at every layer; reads the variance once.
-
-        Returns:
-            What it does without ``layers``; with it also "layers", lists with one entry per tensor: name, coefficient
-            (c of the last step), average (c_avg), ratio (r; 1 while nothing is compressed), variance_norm (the 2-norm
-            of the variance that follows the gradients, after the freeze the fresh one; of sharded parameters that of
-            this rank's shard), as in 1-bit LAMB's figures 1 to 3, and what ``OneBitOptimizer.stats`` has of layers.
-        """
-        told = super().stats()
-        return told | {"layers": self._layer_stats()} if layers else told
-
-    def _layer_stats(self) -> dict[str, list[Any]]:
+    def layer_stats(self) -> dict[str, list[Any]]:
         average, ratio, coefficient = (row.tolist() for row in self._layers)
-        return super()._layer_stats() | {
+        return super().layer_stats() | {
             "coefficient": coefficient,
             "average": average,
             "ratio": ratio,
@@ -118,7 +107,15 @@ class LambUpdate(NarrowState):
         }
 
 
-class Lamb(LambUpdate):
+class AveragedLamb(LambUpdate):
+    """LAMB on averaged gradients."""
+
+    settings: ClassVar[type[Options]] = LambOptions
+    compresses: ClassVar = False
+    reads_gradients: ClassVar = True
+
+
+class Lamb(DistributedOptimizer):
     r"""LAMB on gradients that the optimizer itself averages over the ranks, in float32.
 
     .. math::
@@ -145,9 +142,7 @@ class Lamb(LambUpdate):
         optimizer.step()
     """
 
-    settings: ClassVar[type[Options]] = LambOptions
-    compresses: ClassVar = False
-    reads_gradients: ClassVar = True
+    kind = AveragedLamb
 
     def __init__(
         self,

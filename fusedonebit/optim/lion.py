@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..comm import SignVote, Told
 from ..comm.sign_vote import Aggregation
-from ..core.compressing import FeedbackOptimizer
+from ..core.compressing import Feedback
+from ..core.frame import Frame
+from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
 from ..core.state.spec import Specs, StateSpec
@@ -25,13 +27,49 @@ class LionOptions(Options):
     takes: ClassVar[frozenset[str]] = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
     told: ClassVar[tuple[str, ...]] = (*Options.told, "aggregation")
 
-    @property
-    def servers_keep(self) -> bool:
-        """Tell whether servers have residuals."""
-        return self.aggregation == "mean"
+
+class Votes(Feedback):
+    """Distributed Lion: workers vote on each coordinate's direction, from momenta of their own."""
+
+    settings: ClassVar[type[Options]] = LionOptions
+    options: LionOptions
+    continues: ClassVar = False
+    takes_shards: ClassVar = False
+    corrects: ClassVar = True
+    linear: ClassVar = True
+    weighs: ClassVar = 2
+    kept: ClassVar[Specs] = (
+        StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
+        StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="reducer.server.measures"),
+    )
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        where: dict[str, Any] = {"device": frame.device, "live": frame.live, "compensated": self.exp_avg}
+        self.reducer = SignVote(frame.layout, frame.ranks.transport, aggregation=self.options.aggregation, **where)
+
+    def check_growth(self) -> None:
+        if self.frame.steps.outcomes.attempts:
+            raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
+
+    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+        """Take a step of Algorithm 1: workers vote (lines 4 and 5), servers count (8), and all move alike (11)."""
+        places, updates, rank = self.frame.places, self.frame.steps.updates, self.frame.ranks.transport.rank
+
+        def vote(part: SignVote) -> None:
+            hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
+            where = updates, hold, part.to_servers.bits, part.weights, rank
+            lion_compress(grads, places, self.exp_avg, agreed.coef, *where, part.found)
+
+        self._apply_momentum(self._synchronise(vote, told, coef))
+
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        if header.get("lines") and "exp_avg" not in header.get("names", ["exp_avg"]):
+            but = "a version that saved momenta as worker_error has written it; resume with that version"
+            raise ValueError(f"the checkpoint must have exp_avg of each parameter, but {but}")
 
 
-class OneBitLion(FeedbackOptimizer):
+class OneBitLion(DistributedOptimizer):
     r"""Lion whose workers vote on each coordinate's direction: one bit per parameter, from the first step on.
 
     .. math::
@@ -54,16 +92,7 @@ class OneBitLion(FeedbackOptimizer):
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't. The vote and the momentum see that.
     """
 
-    settings: ClassVar[type[Options]] = LionOptions
-    options: LionOptions
-    takes_shards: ClassVar = False
-    corrects: ClassVar = True
-    linear: ClassVar = True
-    weighs: ClassVar = 2
-    kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
-        StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="options.servers_keep"),
-    )
+    kind = Votes
 
     def __init__(
         self,
@@ -82,31 +111,3 @@ class OneBitLion(FeedbackOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, aggregation=aggregation, max_grad_norm=max_grad_norm)
-
-    def build(self) -> None:
-        super().build()
-        where: dict[str, Any] = {"device": self.device, "live": self.live, "compensated": self.exp_avg}
-        self.reducer = SignVote(self.layout, self.ranks.transport, aggregation=self.options.aggregation, **where)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, before the first step. Every rank must call it."""
-        if self._built and self.steps.outcomes.attempts:
-            raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
-        super().add_param_group(param_group)
-
-    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        """Take a step of Algorithm 1: workers vote (lines 4 and 5), servers count (8), and all move alike (11)."""
-
-        def vote(part: SignVote) -> None:
-            hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
-            where = (self.steps.updates, hold, part.to_servers.bits, part.weights, self.ranks.transport.rank)
-            lion_compress(grads, self.places, self.exp_avg, agreed.coef, *where, part.found)
-
-        self._apply_momentum(self._synchronise(vote, told, coef))
-
-    def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        if (name := header.get("algorithm", "one of torch.optim")) != type(self).__name__:
-            raise ValueError(f"the checkpoint must be of OneBitLion, got {name}")
-        if header.get("lines") and "exp_avg" not in header.get("names", ["exp_avg"]):
-            but = "a version that saved momenta as worker_error has written it; resume with that version"
-            raise ValueError(f"the checkpoint must have exp_avg of each parameter, but {but}")

@@ -17,20 +17,17 @@ error feedback stays exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm import FeedbackReducer
 from ..comm.feedback import Unit
-from ..core.options import CoefficientTable
-from ..core.steps import Steps
+from ..core.frame import Frame
 from ..core.telemetry import HostMirror
-from ..core.world import World
 from ..errors import warn
-from ..triton_kernels import Coef, FlatLayout, LiveTable, live_variance, renew_levels
-from ..triton_kernels.nouns import Places
+from ..triton_kernels import Coef, live_variance, renew_levels
 from ..triton_kernels.renewal import FACTORS, FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
 from .onebit_options import OneBitOptions, warmup_steps
 from .warm_up import WarmUp
@@ -63,37 +60,30 @@ LEAST_COUNTS = 8
 
 
 class Owner(Protocol):
-    """The part of ``OneBitOptimizer`` that a shared variance reads and writes; documented there."""
+    """Is an algorithm whose ``exp_avg_sq`` is renewed: ``TwoStage``, which says what these are."""
 
+    frame: Frame
     options: OneBitOptions
-    param_groups: list[dict[str, Any]]
-    layout: FlatLayout
-    places: Places
-    device: torch.device
     reducer: FeedbackReducer
-    coefficients: CoefficientTable
-    ranks: World
-    live: LiveTable
     exp_avg_sq: Tensor
-    steps: Steps
     warm_up: WarmUp
 
     def coefficient_table(self) -> Tensor:
-        """Return the coefficients of the coming step, float32 [tensors, columns of ``Coef``]."""
+        """Return the coefficients of the coming step."""
 
     def weigh_guard(self) -> None:
         """Tell the guard of a variance that was renewed."""
 
 
 class LivingVariance:
-    """The shared variance of an optimizer in its compression stage: when it is renewed, and from what.
+    """The shared variance of an algorithm in its compression stage: when it is renewed, and from what.
 
     A renewal takes two steps. In a step that is ``due``, ranks exchange squares and projections after the momentum
     (``share``); the next step begins with the renewal (``settle``). The first step is due, later ones after a quarter
     of ``age``, at most ``LONGEST`` steps. All ranks decide alike.
 
     Args:
-        optimizer: The optimizer whose ``exp_avg_sq`` is renewed.
+        algorithm: The algorithm whose ``exp_avg_sq`` is renewed.
 
     Attributes:
         levels: float32 [5, tensors], each tensor's level, its weight and what else ``renew_levels`` carries over.
@@ -106,8 +96,9 @@ class LivingVariance:
         due: Whether ranks share squares in this step, so that the next step begins with a renewal.
     """
 
-    def __init__(self, optimizer: Owner) -> None:
-        tensors, device = max(1, len(optimizer.layout.sizes)), optimizer.device
+    def __init__(self, algorithm: Owner) -> None:
+        frame = algorithm.frame
+        tensors, device = max(1, len(frame.layout.sizes)), frame.device
         self.levels = torch.zeros(LEVELS, tensors, device=device)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._factors = torch.zeros(FACTORS, tensors, device=device)
@@ -115,24 +106,24 @@ class LivingVariance:
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
         self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
         self._eases_after = self._replays = 0
-        self._eases = optimizer.options.scale_norm == "relaxed"
+        self._eases = algorithm.options.scale_norm == "relaxed"
         self.steps = self.age = self.since = self.renewals = 0
         self.due = self._told = self._renewed = False
 
     # ---------------------------------------------------------------- when
 
-    def begin_step(self, optimizer: Owner) -> None:
+    def begin_step(self, algorithm: Owner) -> None:
         """Renew v if the last step shared squares, and decide whether this step does; the same on all ranks."""
-        self.settle(optimizer)
-        self._count_replays(optimizer.steps.count.replays)
+        self.settle(algorithm)
+        self._count_replays(algorithm.frame.steps.count.replays)
         asked = False
-        for word in self._mirror.push(self._word(optimizer)):
+        for word in self._mirror.push(self._word(algorithm)):
             asked |= word == STIRS
             if STIRS > word > self._known:
                 self.age, self._known = 0, word
         self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
-        self._ease(optimizer)
+        self._ease(algorithm)
         self.due = asked or self._is_time
 
     @property
@@ -156,22 +147,23 @@ class LivingVariance:
                 'Numerics(scale_norm="contractive")'
             )
 
-    def _word(self, optimizer: Owner) -> Tensor | int:
+    def _word(self, algorithm: Owner) -> Tensor | int:
         """Return what the host should know of tensors that wait for their first gradient, int32 [1], or 0: nothing.
 
         After a renewal it is how many have had it so far ("woken"), in other steps ``STIRS`` if one has just had it.
         """
+        frame = algorithm.frame
         if self._renewed:
             return self._woken
         if self._known >= self._asleep or self.steps % LOOKED_AFTER:
             return 0
-        moves = (optimizer.reducer.scale > 0) & (self.mean_sq == 0)[optimizer.places.block_tensor]
-        return optimizer.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
+        moves = (algorithm.reducer.scale > 0) & (self.mean_sq == 0)[frame.places.block_tensor]
+        return frame.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
 
-    def _ease(self, optimizer: Owner) -> None:
+    def _ease(self, algorithm: Owner) -> None:
         """Choose the ``scale_norm`` of this step; the same on all ranks."""
         if self._eases:
-            optimizer.reducer.set_norm("contractive" if self.steps <= self._eases_after else "relaxed")
+            algorithm.reducer.set_norm("contractive" if self.steps <= self._eases_after else "relaxed")
 
     def state_dict(self) -> list[int]:
         """Return plain values to resume from; waits for the device."""
@@ -179,80 +171,82 @@ class LivingVariance:
         counts = self.steps, self._eases_after, self.age, self.since, self.renewals
         return [*counts, int(self._renewed), self._known, int(self._woken), *on_its_way]
 
-    def resume(self, optimizer: Owner, state: Sequence[int]) -> None:
+    def resume(self, algorithm: Owner, state: Sequence[int]) -> None:
         """Take up what ``state_dict`` has returned, once ``levels`` are filled; every rank calls it."""
         self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = state
         renewed, self._known, count, *on_its_way = woken
-        self._renewed, self._told, self._replays = bool(renewed), False, optimizer.steps.count.replays
+        self._renewed, self._told, self._replays = bool(renewed), False, algorithm.frame.steps.count.replays
         self._woken.fill_(count)
         self._mirror.refill(on_its_way)
         self.mean_sq.copy_(self.levels[MEAN])
-        self._count(optimizer)
-        self._ease(optimizer)  # what a step that has begun already has decided
+        self._count(algorithm)
+        self._ease(algorithm)  # what a step that has begun already has decided
         self.due = self._is_time
 
     # ---------------------------------------------------------------- what
 
-    def begin(self, optimizer: Owner, mean: Tensor) -> None:
+    def begin(self, algorithm: Owner, mean: Tensor) -> None:
         """Take over the warm-up's v, dividing it by Adam's bias correction.
 
         Args:
-            optimizer: The optimizer, whose compression stage begins.
+            algorithm: The algorithm, whose compression stage begins.
             mean: float32 [tensors], the mean of each tensor's v > 0, uncorrected; 0 where it has none.
         """
-        v, layout = optimizer.exp_avg_sq, optimizer.layout
-        optimizer.reducer.follow(v)
-        root = optimizer.coefficient_table()[:, Coef.RSQRT_BIAS2].double().square()
-        sums, _ = live_variance(optimizer.places, v)
-        self.levels[LEVEL] = self._by_tensor(optimizer, sums).clamp(max=torch.finfo(torch.float32).max)
+        frame = algorithm.frame
+        v, layout = algorithm.exp_avg_sq, frame.layout
+        algorithm.reducer.follow(v)
+        root = algorithm.coefficient_table()[:, Coef.RSQRT_BIAS2].double().square()
+        sums, _ = live_variance(frame.places, v)
+        self.levels[LEVEL] = self._by_tensor(algorithm, sums).clamp(max=torch.finfo(torch.float32).max)
         self.levels[WEIGHT] = 1.0 / root
         self.levels[HELD] = self.levels[LEVEL]
         self.levels[MEAN] = mean * root
-        self.levels[FOLLOWED] = optimizer.steps.of_each
+        self.levels[FOLLOWED] = frame.steps.of_each
         self.mean_sq.copy_(self.levels[MEAN])
-        v.view(layout.n_blocks, -1).mul_(root.float()[optimizer.places.block_tensor, None])
-        optimizer.warm_up.correct((mean == 0) & (optimizer.steps.of_each == 0))  # Adam corrects what is late
+        v.view(layout.n_blocks, -1).mul_(root.float()[frame.places.block_tensor, None])
+        algorithm.warm_up.correct((mean == 0) & (frame.steps.of_each == 0))  # Adam corrects what is late
         self.steps = self.age = self.since = 0
-        self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in optimizer.param_groups))
+        self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in frame.groups))
         self.due = self._told = self._renewed = False
         self._mirror.flush()
-        self._count(optimizer)
+        self._count(algorithm)
 
-    def share(self, optimizer: Owner) -> None:
+    def share(self, algorithm: Owner) -> None:
         """Exchange squares and projections of this step's gradients with all ranks; ``settle`` uses them."""
-        reducer = optimizer.reducer
+        reducer = algorithm.reducer
         reducer.share_squares()
         self._absent = None if reducer.absent is None else reducer.absent.view(torch.uint8)
         self._flags, self._told = reducer.flags, True
 
-    def settle(self, optimizer: Owner) -> None:
+    def settle(self, algorithm: Owner) -> None:
         """Renew v from what ranks have shared since the last renewal, if anything.
 
         Called early, as before a checkpoint is saved, it changes no later step: the next one would begin with it.
         """
+        frame = algorithm.frame
         if not self._told:
             return
         self._told, self._renewed = False, True
-        options, reducer = optimizer.options, optimizer.reducer
-        coef, entered = optimizer.coefficients.last, optimizer.warm_up.entered
-        told = *reducer.sums, coef, optimizer.steps.of_each, self._flags, self._absent, options.least_share
+        options, reducer = algorithm.options, algorithm.reducer
+        coef, entered = frame.coefficients.last, algorithm.warm_up.entered
+        told = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
         renew_levels(*told, self.levels, self.mean_sq, entered, self._woken, self._factors)
-        optimizer.coefficients.forget()
+        frame.coefficients.forget()
         unit = Unit(coef, options.eps_inside_sqrt, self._factors, options.precondition)
-        reducer.renew(unit, optimizer.exp_avg_sq)
-        optimizer.weigh_guard()
+        reducer.renew(unit, algorithm.exp_avg_sq)
+        algorithm.weigh_guard()
         self.since = 0
         self.renewals += 1
 
-    def _by_tensor(self, optimizer: Owner, by_block: Tensor) -> Tensor:
+    def _by_tensor(self, algorithm: Owner, by_block: Tensor) -> Tensor:
         """Sum float64 [B] by tensor, in order: equal on all ranks."""
-        blocks = torch.tensor(optimizer.layout.first_block, device=by_block.device)
+        blocks = torch.tensor(algorithm.frame.layout.first_block, device=by_block.device)
         here = torch.segment_reduce(by_block, "sum", offsets=blocks, unsafe=True, initial=0.0)
-        return optimizer.ranks.shards.sum(here)
+        return algorithm.frame.ranks.shards.sum(here)
 
-    def _count(self, optimizer: Owner) -> None:
+    def _count(self, algorithm: Owner) -> None:
         """Count each tensor's elements on all shards, and the tensors that are asleep or were; waits for the device."""
-        self.numels = self._by_tensor(optimizer, optimizer.live.numel.double())
+        self.numels = self._by_tensor(algorithm, algorithm.frame.live.numel.double())
         self._asleep = int(self._woken) + len(self.waiting())
 
     def waiting(self) -> list[int]:

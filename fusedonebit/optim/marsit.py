@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from ..comm import MarsitAllReduce, Part, Told, Topology, Transport
 from ..comm.marsit import check_topology
 from ..comm.rounds import RoundAllReduce
 from ..core.arguments import explaining
+from ..core.optimizer import DistributedOptimizer
 from ..core.options import check_count, is_number
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
@@ -75,6 +76,10 @@ class MarsitOptions(LocalOptions, Rounds):
         *("compensation_limit", "seed"),
     )
 
+    def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
+        super().check_group(group, name, world_size)
+        check_topology(self.topology, self.rows, world_size, self.full_precision_every, self.seed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MarsitAdamOptions(MarsitOptions):
@@ -85,27 +90,23 @@ class MarsitAdamOptions(MarsitOptions):
     takes: ClassVar[frozenset[str]] = MarsitOptions.takes | {"bias_correction"}
 
 
-class MarsitOptimizer(MarsitState):
-    """All of ``MarsitSGD`` and ``MarsitAdam`` but the local update."""
+class Marsit(MarsitState):
+    """Marsit, Algorithm 2, with the local updates of SGD or of Adam."""
 
     settings: ClassVar[type[Options]] = MarsitOptions
     options: MarsitOptions
     weighs: ClassVar = 0
 
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super().check_group(group, name)
-        options, world_size = self.options, self.ranks.transport.world_size
-        check_topology(options.topology, options.rows, world_size, options.full_precision_every, options.seed)
-
     def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
+        frame = self.frame
         names = ("topology", "rows", "full_precision_every", "compensation_limit", "seed")
         how: dict[str, Any] = {name: getattr(self.options, name) for name in names}
-        return MarsitAllReduce(part.layout, transport, device=self.device, live=self.live, part=part, **how)
+        return MarsitAllReduce(part.layout, transport, device=frame.device, live=frame.live, part=part, **how)
 
     def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         """x = x - u, and u into what will be agreed on."""
         self._add(self.reducer, grads, self._leaving_out(agreed.coef), self.reducer.everything, agreed, True)
-        self._phase = "local"
+        self.phase = "local"
 
     def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take the last step of a round: Algorithm 2, which calls Algorithm 1; lines as ``fusedonebit.reference``'s."""
@@ -126,7 +127,7 @@ class MarsitOptimizer(MarsitState):
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
         self._apply()
         # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.
-        self._phase = "uncompressed" if reducer.full_precision else "one-bit"
+        self.phase = "uncompressed" if reducer.full_precision else "one-bit"
         self._end_round(reducer.full_precision)
 
     def _add(
@@ -138,17 +139,19 @@ class MarsitOptimizer(MarsitState):
         agreed: Agreed,
         moves: bool = False,
     ) -> None:
+        frame = self.frame
         factor = self._one if agreed.factor is None else agreed.factor
         hold = self._no_flags if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
-        decays = any(group["weight_decay"] for group in self.hyper.taken)
+        decays = any(group["weight_decay"] for group in frame.hyper.taken)
         how = (factor, hold, decays, moves, self._kept_now if moves else None)
-        part.add(self.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, *how)
+        part.add(frame.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, *how)
 
     def _apply(self) -> None:
         """Move by g_t; where no count changes the table, that launch counts."""
-        layout, reducer, several = self.layout, self.reducer, self.options.local_steps > 1
-        target, places, rounding = self.parameters.dense, self.places, self._rounding
+        frame = self.frame
+        layout, reducer, several = frame.layout, self.reducer, self.options.local_steps > 1
+        target, places, rounding = frame.parameters.dense, frame.places, frame.rounding
         if several:
             target, places, rounding = [self._round_start], self._flat_places, None
         if reducer.values is not None:
@@ -156,18 +159,19 @@ class MarsitOptimizer(MarsitState):
             add_values(target, places, values, False, reducer.flags, rounding)
         else:
             update, coef = Signs(reducer.bits, self._going(reducer.scale)), self._as_it_is
-            counts = not several and rounding is None and not self.coefficients.bias_correction
-            counting = self.coefficients.count(*self._counters()) if counts else ()
+            counts = not several and rounding is None and not frame.coefficients.bias_correction
+            counting = frame.coefficients.count(*frame.counters()) if counts else ()
             how = (reducer.flags, rounding, reducer.digest, None, *counting)
             apply_momentum(target, places, update, None, False, coef, *how)
         if several:  # also where the round was skipped
-            add_values(self.parameters.dense, self.places, self._round_start, True, self._no_flags, None)
+            add_values(frame.parameters.dense, frame.places, self._round_start, True, self._no_flags, None)
 
     def _going(self, by_block: Tensor) -> Tensor:
         """Return a global update [B, ...] with 0 in tensors that no worker has a gradient of."""
-        if self._absent is None:
+        frame = self.frame
+        if frame.absent is None:
             return by_block
-        still = self._absent[self.places.block_tensor]
+        still = frame.absent[frame.places.block_tensor]
         return torch.where(still.view(-1, *[1] * (by_block.dim() - 1)), 0.0, by_block)
 
     def described(self) -> list[str]:
@@ -176,7 +180,13 @@ class MarsitOptimizer(MarsitState):
         return [f"topology: {options.topology}, full precision {often}", f"local_steps: {options.local_steps}"]
 
 
-class MarsitSGD(MarsitOptimizer):
+class AdaptiveMarsit(Marsit):
+    """Marsit, with the local updates of Adam."""
+
+    settings: ClassVar[type[Options]] = MarsitAdamOptions
+
+
+class MarsitSGD(DistributedOptimizer):
     r"""SGD with momentum whose workers agree at one bit per parameter on every hop (Marsit, Algorithm 2).
 
     Each worker makes its own update, adds what earlier rounds owe it, and sends the signs; on its way
@@ -214,6 +224,9 @@ class MarsitSGD(MarsitOptimizer):
         optimizer.step()
     """
 
+    kind = Marsit
+    algorithm: Marsit
+
     def __init__(
         self,
         params: Params,
@@ -233,8 +246,20 @@ class MarsitSGD(MarsitOptimizer):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)
 
+    def stats(self, layers: bool = False, compensation: bool = False) -> dict[str, Any]:
+        """Return what all optimizers tell; with ``compensation`` also compensation_norm, for one pass over it.
 
-class MarsitAdam(MarsitOptimizer):
+        If that grows and grows, ``global_ratio`` is too small.
+        """
+        norm = {"compensation_norm": self.algorithm.compensation_norm()} if compensation else {}
+        return super().stats(layers) | norm
+
+    def compensation(self, param: Tensor) -> Tensor:
+        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
+        return self.algorithm.compensation(param)
+
+
+class MarsitAdam(DistributedOptimizer):
     r"""AdamW whose workers agree at one bit per parameter on every hop; see ``MarsitSGD``.
 
     Moments are this worker's own, of its own gradients; what is agreed on is the update
@@ -246,7 +271,8 @@ class MarsitAdam(MarsitOptimizer):
             maximize.
     """
 
-    settings: ClassVar[type[Options]] = MarsitAdamOptions
+    kind = AdaptiveMarsit
+    algorithm: AdaptiveMarsit
 
     def __init__(
         self,
@@ -267,3 +293,15 @@ class MarsitAdam(MarsitOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)
+
+    def stats(self, layers: bool = False, compensation: bool = False) -> dict[str, Any]:
+        """Return what all optimizers tell; with ``compensation`` also compensation_norm, for one pass over it.
+
+        If that grows and grows, ``global_ratio`` is too small.
+        """
+        norm = {"compensation_norm": self.algorithm.compensation_norm()} if compensation else {}
+        return super().stats(layers) | norm
+
+    def compensation(self, param: Tensor) -> Tensor:
+        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
+        return self.algorithm.compensation(param)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm import NodePart, Part, Transport
 from ..comm.rounds import RoundAllReduce
+from ..core.frame import Frame
 from ..core.options import is_int
 from ..core.settings import Options
 from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
@@ -20,7 +21,7 @@ from ..triton_kernels import TAIL, Coef, FlatLayout
 from ..triton_kernels.headers import folded
 from ..triton_kernels.nouns import Places
 from ..triton_kernels.tables import tables_of
-from .rounds import ANCHOR, RoundOptimizer, RoundOptions
+from .rounds import ANCHOR, RoundAlgorithm, RoundOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,17 @@ class LocalOptions(RoundOptions):
 
     local_steps: int = 1
     takes: ClassVar[frozenset[str]] = Options.takes - {"bias_correction", "eps_inside_sqrt"}
+
+    def check_levels(self) -> None:
+        if self.local_steps > 1:
+            raise ValueError(
+                f"hierarchy must be None with local_steps={self.local_steps}: ranks of a node move together"
+            )
+
+    def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
+        if group.get("eps") == 0:
+            where = f" in {name}" if name else ""
+            raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
@@ -42,10 +54,11 @@ class LocalOptions(RoundOptions):
             )
 
 
-class MarsitState(RoundOptimizer):
-    """All of ``marsit.MarsitOptimizer`` but the step; also of what it is measured against."""
+class MarsitState(RoundAlgorithm):
+    """All of ``marsit.Marsit`` but the step; also of what it is measured against."""
 
     options: LocalOptions
+    continues: ClassVar = False
     columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
     kept: ClassVar[Specs] = (
         StateSpec("momentum_buffer", "element", "exp_avg", of_rank=True, published=True, when="_is_sgd_with_momentum"),
@@ -58,7 +71,7 @@ class MarsitState(RoundOptimizer):
     )
     phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
     header_fields: ClassVar[Fields] = {
-        **RoundOptimizer.header_fields,
+        **RoundAlgorithm.header_fields,
         "block_size": Field(POSITIVE),
         "line": Field(POSITIVE),
         "inside": Field(POSITIVE),
@@ -70,69 +83,52 @@ class MarsitState(RoundOptimizer):
     exp_avg_sq: Tensor
     reducer: RoundAllReduce
 
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super().check_group(group, name)
-        where = f" in {name}" if name else ""
-        if self._built and not self.exp_avg.numel() and group.get("momentum"):
+    def check_group(self, group: Mapping[str, Any], where: str) -> None:
+        if not self.exp_avg.numel() and group.get("momentum"):
             raise ValueError(
                 f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
                 "construct the optimizer anew"
             )
-        if group.get("eps") == 0:
-            raise ValueError(f"eps must be > 0, got 0{where}: each worker divides by its own variance")
 
     @property
     def _is_adam(self) -> bool:
-        return "betas" in self.param_groups[0]
+        return "betas" in self.frame.groups[0]
 
     @property
     def _is_sgd_with_momentum(self) -> bool:
-        return not self._is_adam and any(group["momentum"] for group in self.param_groups)
+        return not self._is_adam and any(group["momentum"] for group in self.frame.groups)
 
     @property
     def _has_local_steps(self) -> bool:
         return self.options.local_steps > 1
 
     @property
-    def _round_steps(self) -> int:
+    def round_steps(self) -> int:
         return self.options.local_steps
-
-    def allocate(self) -> None:
-        super().allocate()
-        anchored = self.layout.numel + TAIL if self.options.local_steps > 1 else 0
-        self._anchor = torch.zeros(anchored, device=self.device)
-        between, part = self.ranks.transport, Part(self.layout)
-        if self.ranks.levels is not None:
-            between, inside = self.ranks.levels
-            part = NodePart(self.layout, inside, self.options.hierarchy_dtype, self.device)
-        self.reducer = self._make_reducer(between, part)
 
     def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
         """Make what averages all workers' updates of a part."""
         raise NotImplementedError
 
-    def check_levels(self) -> None:
-        if self.options.local_steps > 1:
-            raise ValueError(
-                f"hierarchy must be None with local_steps={self.options.local_steps}: ranks of a node move together"
-            )
-
-    def build(self) -> None:
-        super().build()
-        layout, device = self.layout, self.device
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        anchored = frame.layout.numel + TAIL if self._has_local_steps else 0
+        self._anchor = torch.zeros(anchored, device=frame.device)
+        between, part = frame.ranks.transport, Part(frame.layout)
+        if frame.ranks.levels is not None:
+            between, inside = frame.ranks.levels
+            part = NodePart(frame.layout, inside, self.options.hierarchy_dtype, frame.device)
+        self.reducer = self._make_reducer(between, part)
+        layout, device = frame.layout, frame.device
         self._one = torch.ones(1, device=device)
         self._as_it_is = torch.ones(max(1, len(layout.sizes)), len(Coef), device=device)
         # One tensor of the same blocks: the parameters as all ranks had them when the round began.
         self._flat = FlatLayout((layout.numel,), layout.world_size, layout.block_size)
         self._flat_tables = tables_of(self._flat, device)  # kept, because launches share what somebody keeps
-        self._flat_places = Places.of(self._flat, self._flat_tables.tensor, self.live)
+        self._flat_places = Places.of(self._flat, self._flat_tables.tensor, frame.live)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, between two rounds. Every rank must call it; see ``DistributedOptimizer``."""
-        if not self._built:
-            super().add_param_group(param_group)
-            return
-        if self.ranks.levels is not None:
+    def check_growth(self) -> None:
+        if self.frame.ranks.levels is not None:
             raise RuntimeError(
                 "add_param_group must be called without Wire(hierarchy=...): each rank has moments of its part of the "
                 "flat index space only, which would lie elsewhere; construct a new optimizer"
@@ -142,14 +138,18 @@ class MarsitState(RoundOptimizer):
                 f"add_param_group must be called between two rounds, not after {self._local} of "
                 f"{self.options.local_steps} local steps; take the others first"
             )
-        self.settle()
-        self.catch_up()
-        before, counted = self.reducer, self._counted()
-        super().add_param_group(param_group)
-        self.reducer.resume(before.rounds, int(folded(before.digest)), before.pending, counted)
 
-    def _enter_phase(self) -> None:
+    def carried(self) -> tuple[int, int, int, int]:
+        self.settle()
+        reducer = self.reducer
+        return reducer.rounds, int(folded(reducer.digest)), reducer.pending, self._counted()
+
+    def has_grown(self, carried: Any) -> None:
+        self.reducer.resume(*carried)
+
+    def enter_phase(self) -> bool:
         self._take_back_skipped()
+        return False
 
     def _settle_round(self, this: bool, skipped: bool) -> None:
         if skipped:
@@ -157,13 +157,13 @@ class MarsitState(RoundOptimizer):
 
     def _counted(self) -> int:
         """Return how many rounds were not skipped, as far as this rank knows."""
-        skipped = [attempt for attempt, _ in self._unsettled if self.steps.outcomes.seems_skipped(attempt)]
+        skipped = [attempt for attempt, _ in self._unsettled if self.frame.steps.outcomes.seems_skipped(attempt)]
         return self.reducer.counted - len(skipped)
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), self._one, self._as_it_is]
+    def held(self) -> list[Tensor]:
+        return [*super().held(), self._one, self._as_it_is]
 
     def plain_state(self) -> dict[str, Any]:
         reducer = self.reducer
@@ -171,11 +171,9 @@ class MarsitState(RoundOptimizer):
         return super().plain_state() | rounds | {"flags": reducer.pending}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        if (writer := header.get("algorithm", "one of torch.optim")) != name:
-            raise ValueError(f"the checkpoint must be of {name}, got {writer}")
-        inside = self.cut()["inside"]
-        here = (self.ranks.transport.world_size, self.layout.block_size, self.layout.numel)
+        frame = self.frame
+        inside = frame.cut()["inside"]
+        here = (frame.ranks.transport.world_size, frame.layout.block_size, frame.layout.numel)
         saved = (header["world_size"], header["block_size"], header["line"])
         if header["inside"] != inside or (inside > 1 and saved != here):
             raise ValueError(
@@ -183,7 +181,7 @@ class MarsitState(RoundOptimizer):
                 f"block_size={header['block_size']}, but here they are {here[0]}, {inside} in a node, and "
                 f"block_size={here[1]}; construct the optimizer as it was"
             )
-        world_size = self.ranks.transport.world_size
+        world_size = frame.ranks.transport.world_size
         if header["local"] and header["world_size"] != world_size:
             raise ValueError(
                 f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
@@ -204,9 +202,10 @@ class MarsitState(RoundOptimizer):
 
     def compensation(self, param: Tensor) -> Tensor:
         """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
-        i = self._index(param)
+        frame = self.frame
+        i = frame.index(param)
         self.settle()
-        return self.parameters.shaped(self.reducer.compensated, i, self.layout.offset(i)).clone()
+        return frame.parameters.shaped(self.reducer.compensated, i, frame.layout.offset(i)).clone()
 
     def owed(self) -> float:
         """Return the norm of this rank's compensation over that of the last update."""
@@ -218,22 +217,13 @@ class MarsitState(RoundOptimizer):
         """Return this rank's own momentum of one parameter, float32 of its shape."""
         if self.exp_avg.numel():
             return super().momentum(param)
-        self._index(param)
+        self.frame.index(param)
         return torch.zeros_like(param, dtype=torch.float32)
 
-    def stats(self, compensation: bool = False) -> dict[str, Any]:
-        """Tell where training stands. Waits for the device.
+    def stats(self) -> dict[str, Any]:
+        return super().stats() | {"rounds": self.reducer.rounds}
 
-        Args:
-            compensation: Also look at the compensation; reads and writes it once.
-
-        Returns:
-            What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), local_steps (done in this
-            round) and wire_bytes (what only serves within a round); with ``compensation`` also
-            compensation_norm (this rank's). If that grows and grows, ``global_ratio`` is too small.
-        """
-        told = super().stats() | {"rounds": self.reducer.rounds}
-        if compensation:
-            self.settle()
-            told["compensation_norm"] = float(self.reducer.compensated.norm())
-        return told
+    def compensation_norm(self) -> float:
+        """Return the norm of this rank's compensation; reads and writes it once."""
+        self.settle()
+        return float(self.reducer.compensated.norm())

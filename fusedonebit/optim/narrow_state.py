@@ -10,34 +10,32 @@ from torch import Tensor
 
 from ..core.state.spec import StateSpec
 from ..triton_kernels.codes import in_float32, keep_nearest, rows_of
-from .averaging import AveragingOptimizer
+from .averaging import Averaging
 
 OCTAVES = {"exp_avg": 0, "worker_error": 0, "exp_avg_sq": 1, "worker_sq": 2}
 """Rows of octaves, by the name of what they are of; residuals lie where momentum was."""
 
 
-class NarrowState(AveragingOptimizer):
-    """Skeleton of an optimizer whose moments take ``Numerics(state=...)``."""
+class NarrowState(Averaging):
+    """Skeleton of an algorithm whose moments take ``Numerics(state=...)``."""
 
-    def build(self) -> None:
-        """Allocate all state; block exponents are made when they are first needed."""
-        self._octaves: Tensor | None = None
-        super().build()
+    _octaves: Tensor | None = None  # made when they are first needed
 
     @property
     def octaves(self) -> Tensor | None:
         """Return where codes of each block lie, uint8 [3, B], see ``OCTAVES``; None: nothing is kept in codes."""
+        frame = self.frame
         if self._octaves is None and self.options.state == "8bit":
-            self._octaves = torch.zeros(3, self.layout.n_blocks, dtype=torch.uint8, device=self.device)
+            self._octaves = torch.zeros(3, frame.layout.n_blocks, dtype=torch.uint8, device=frame.device)
         return self._octaves
 
     @property
     def _drawn_moments(self) -> Tensor | None:
         """Return the updates done, with which moments are rounded; None: they are float32."""
-        return None if self.options.state == "fp32" else self.steps.updates
+        return None if self.options.state == "fp32" else self.frame.steps.updates
 
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), *([] if self._octaves is None else [self._octaves])]
+    def held(self) -> list[Tensor]:
+        return [*super().held(), *([] if self._octaves is None else [self._octaves])]
 
     # ---------------------------------------------------------------- what is kept in codes
 
@@ -52,7 +50,7 @@ class NarrowState(AveragingOptimizer):
             return super().part_of(spec, i)
         kept, octaves = self._coded(spec, octaves, i)
         x = in_float32(kept, octaves, signed=not spec.not_negative)
-        return self.parameters.shaped(x, i, 0).clone() if spec.per == "element" else x
+        return self.frame.parameters.shaped(x, i, 0).clone() if spec.per == "element" else x
 
     def keep_part(self, spec: StateSpec, i: int, part: Tensor) -> None:
         """Keep ``part``, which ``part_of`` has returned; codes are rounded to nearest."""
@@ -60,17 +58,18 @@ class NarrowState(AveragingOptimizer):
         if octaves is None:
             return
         kept, octaves = self._coded(spec, octaves, i)
-        x = torch.zeros(kept.shape, device=self.device)
-        (self.parameters.shaped(x, i, 0) if spec.per == "element" else x).copy_(part)
+        x = torch.zeros(kept.shape, device=self.frame.device)
+        (self.frame.parameters.shaped(x, i, 0) if spec.per == "element" else x).copy_(part)
         keep_nearest(x, kept, octaves, signed=not spec.not_negative)
 
     def _coded(self, spec: StateSpec, octaves: Tensor, i: int) -> tuple[Tensor, Tensor]:
         """Return codes, uint8 [n], and their octaves: of the blocks of one parameter, or of all that there is."""
+        frame = self.frame
         codes = spec.tensor(self).view(-1)
         if spec.per != "element":
             return codes, octaves
-        first, end = self.layout.first_block[i : i + 2]
-        return codes.view(self.layout.n_blocks, -1)[first:end].view(-1), octaves[first:end]
+        first, end = frame.layout.first_block[i : i + 2]
+        return codes.view(frame.layout.n_blocks, -1)[first:end].view(-1), octaves[first:end]
 
     @contextmanager
     def _moments_in_float32(self) -> Iterator[None]:

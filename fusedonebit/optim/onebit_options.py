@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..core.options import check_count, is_int, is_share
-from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Numerics, Options, Wire, names_of
+from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Freeze, Numerics, Options, Wire, names_of
 
 Variance = Literal["shared", "frozen"]
 
@@ -50,8 +50,16 @@ class OneBitOptions(Options):
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
-        """Settle the arguments, with ``"relaxed"`` as the default scale of a shared variance."""
-        made = super().of(optimizer, arguments)
+        """Settle the arguments, with ``"relaxed"`` as the default scale of a shared variance.
+
+        ``freeze_step`` may be a ``Freeze``, whose fields are settings of their own.
+        """
+        given = arguments["freeze_step"]
+        freeze = given if isinstance(given, Freeze) else Freeze(step="auto" if given is None else given)
+        said = {**arguments, "freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
+        said |= {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
+        said["variance"] = arguments.get("variance") or ("shared" if given is None else "frozen")
+        made = super().of(optimizer, said)
         usual = arguments.get("numerics", NUMERICS).scale_norm is None
         return replace(made, scale_norm="relaxed") if usual and made.lives else made
 
@@ -81,6 +89,17 @@ class OneBitOptions(Options):
             return warmup_steps(beta2)
         settled = self.lr_warmup_steps + round(SETTLES_WITHIN / (1.0 - beta2))
         return settled if self.deadline is None else self.deadline
+
+    def check_levels(self) -> None:
+        if self.bucket_count > 1 or self.overlap:
+            raise ValueError("hierarchy must be None with Wire(overlap=True) or several buckets; choose one of them")
+
+    def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
+        if self.guard == "rewarm" and float(group["betas"][0]) == 0.0:
+            raise ValueError(
+                f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
+                f'{name or "the defaults"}; or pass Faults(guard="warn")'
+            )
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""

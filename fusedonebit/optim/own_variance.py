@@ -15,12 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.options import CoefficientTable
-from ..core.steps import Steps
-from ..core.world import World
+from ..core.frame import Frame
 from ..triton_kernels import FlatLayout, follow_level, tell_level
 from ..triton_kernels.levels import FOLLOWED, LEVELS
-from ..triton_kernels.nouns import Places
 
 MOST = 64
 """Projections of a tensor at most: more tell little more, as an EMA of their squares is what counts."""
@@ -30,33 +27,29 @@ EARLY, TOLD_EVERY = 16, 4
 
 
 class Owner(Protocol):
-    """Is an optimizer whose workers have variances of their own: ``ZeroOneAdam``, which says what these are."""
+    """Is an algorithm whose workers have variances of their own: ``LocalAdam``."""
 
-    layout: FlatLayout
-    device: torch.device
-    ranks: World
-    coefficients: CoefficientTable
-    places: Places
+    frame: Frame
     exp_avg_sq: Tensor
-    steps: Steps
 
 
 class OwnVariance:
     """Follows the level of each tensor's gradient.
 
     Args:
-        optimizer: Whose.
+        algorithm: Whose.
 
     Attributes:
         levels: float32 [3, tensors], see ``follow_level``.
         rho: float32 [tensors], 1 until it is known.
     """
 
-    def __init__(self, optimizer: Owner) -> None:
-        layout, device = optimizer.layout, optimizer.device
+    def __init__(self, algorithm: Owner) -> None:
+        frame = algorithm.frame
+        layout, device = frame.layout, frame.device
         tensors = len(layout.sizes)
         self.levels, self.rho = torch.zeros(LEVELS, tensors, device=device), torch.ones(tensors, device=device)
-        self._alone = optimizer.ranks.transport.world_size == 1
+        self._alone = frame.ranks.transport.world_size == 1
         if self._alone:
             return
         share, lengths, first = places(layout)
@@ -72,26 +65,27 @@ class OwnVariance:
         """Return whether ranks tell each other anything in a round of ``steps`` after ``done`` steps."""
         return not self._alone and (done < EARLY or (done + steps) // TOLD_EVERY > done // TOLD_EVERY)
 
-    def tell(self, optimizer: Owner, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
+    def tell(self, algorithm: Owner, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
         """Return what this rank tells of its gradients, float32 [projections + tensors]."""
-        given = (grads, optimizer.places, exp_avg_sq, factor, optimizer.steps.updates)
+        given = (grads, algorithm.frame.places, exp_avg_sq, factor, algorithm.frame.steps.updates)
         tell_level(*given, self._share, self._place, self._projections, self._sums)
         how: dict[str, Any] = {"unsafe": True, "initial": 0.0}
         told = torch.segment_reduce(self._projections[: self._told], "sum", lengths=self._lengths, **how)
         sums = torch.segment_reduce(self._sums.double(), "sum", offsets=self._blocks, **how)
         return torch.cat([told, sums.float()])
 
-    def follow(self, optimizer: Owner, told: Tensor, flags: Tensor, absent: Tensor | None) -> None:
+    def follow(self, algorithm: Owner, told: Tensor, flags: Tensor, absent: Tensor | None) -> None:
         """Renew rho of what all ranks tell, ``told`` is this one's and becomes their sum; nothing where it was skipped.
 
         Raises:
             CollectiveError: if the collective fails.
         """
-        transport = optimizer.ranks.transport
+        frame = algorithm.frame
+        transport = frame.ranks.transport
         transport.all_reduce(told)
-        coef, absent = optimizer.coefficients.last, None if absent is None else absent.view(torch.uint8)
+        coef, absent = frame.coefficients.last, None if absent is None else absent.view(torch.uint8)
         of_ranks = (told, self._first, transport.world_size)
-        follow_level(*of_ranks, coef, optimizer.steps.of_each, flags, absent, self.levels, self.rho)
+        follow_level(*of_ranks, coef, frame.steps.of_each, flags, absent, self.levels, self.rho)
 
     def begin(self, steps: Tensor) -> None:
         """Go on from another optimizer's variance after ``steps`` float64 [tensors]: no gradient was told yet."""

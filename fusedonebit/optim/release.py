@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.arrivals import Arrivals, take_away
-from ..core.params import ParameterList
-from ..core.under_ddp import UnderDdp
+from ..core.frame import Frame
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.tables import BlockTables, tables_of
 
@@ -48,12 +47,9 @@ def buckets_of(layout: FlatLayout, device: torch.device, count: int = BUCKETS) -
 
 
 class UpdatesEarly(Protocol):
-    """An optimizer that updates buckets before it takes the step."""
+    """An algorithm that updates buckets before the optimizer takes the step."""
 
-    parameters: ParameterList
-    layout: FlatLayout
-    device: torch.device
-    under_ddp: UnderDdp
+    frame: Frame
 
     def update_early(self, bucket: Bucket) -> None:
         """Update the parameters of a bucket by the gradients that they have now, and ``Release.use_up`` those."""
@@ -62,22 +58,23 @@ class UpdatesEarly(Protocol):
 class Release(Arrivals):
     """Watches gradients arrive; once a bucket has all of them, updates it and frees them.
 
-    Hooks hold the optimizer weakly.
+    Hooks hold the algorithm weakly.
 
     Attributes:
         buckets: All of them.
         done: Numbers of the parameters that were updated since the last step.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        watched: UpdatesEarly = optimizer
-        self._optimizer = weakref.ref(watched)
-        self.buckets = buckets_of(watched.layout, watched.device)
+    def __init__(self, algorithm: UpdatesEarly) -> None:
+        frame, owner = algorithm.frame, algorithm.frame.owner()
+        assert owner is not None  # which is making this
+        self._algorithm = weakref.ref(algorithm)
+        self.buckets = buckets_of(frame.layout, frame.device)
         self._bucket_of = {i: n for n, bucket in enumerate(self.buckets) for i in _each(bucket)}
-        handles, this = self.watch(watched.parameters.owners), weakref.ref(self)
-        handles.append(optimizer.register_state_dict_pre_hook(_idle_check(this, "state_dict()")))
-        handles.append(optimizer.register_load_state_dict_pre_hook(_idle_check(this, "load_state_dict()")))
-        self._finalizer = weakref.finalize(watched, take_away, handles)
+        handles, this = self.watch(frame.parameters.owners), weakref.ref(self)
+        handles.append(owner.register_state_dict_pre_hook(_idle_check(this, "state_dict()")))
+        handles.append(owner.register_load_state_dict_pre_hook(_idle_check(this, "load_state_dict()")))
+        self._finalizer = weakref.finalize(algorithm, take_away, handles)
         self.forget()
 
     def forget(self) -> None:
@@ -106,11 +103,11 @@ class Release(Arrivals):
             RuntimeError: in a second backward pass before the step, and where DDP averages.
             TypeError, ValueError, RuntimeError: if a gradient, or a parameter, can't be used.
         """
-        optimizer = self._optimizer()
-        if optimizer is None or self._paused:
+        algorithm = self._algorithm()
+        if algorithm is None or self._paused:
             return
-        name = optimizer.parameters.called[i]
-        if optimizer.under_ddp.attached:
+        name = algorithm.frame.parameters.called[i]
+        if algorithm.frame.under_ddp.attached:
             raise RuntimeError(
                 "ddp.attach can't be used with Wire(release_gradients=True), which is for one rank alone: train the "
                 "model without DDP, or construct the optimizer without the option"
@@ -125,7 +122,7 @@ class Release(Arrivals):
         number = self._bucket_of[i]
         self._waiting[number] -= 1
         if not self._waiting[number]:
-            optimizer.update_early(self.buckets[number])
+            algorithm.update_early(self.buckets[number])
 
     def use_up(self, owners: Sequence[Tensor], bucket: Bucket) -> None:
         """Take note that a bucket was updated, and free its gradients; ``owners`` are all parameters."""

@@ -1,4 +1,4 @@
-"""Optimizers that work in rounds: between two synchronisations each worker moves by itself, and nothing is sent."""
+"""Algorithms that work in rounds: between two synchronisations each worker moves by itself, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Told
-from ..core.compressing import CompressingOptimizer
+from ..core.compressing import Compressing
+from ..core.frame import Frame
 from ..core.scaling import Agreed
 from ..core.settings import Options
 from ..core.state.header import COUNT, INT, Field, Fields, list_of
@@ -32,8 +33,8 @@ ANCHOR: dict[str, Any] = {"only": "local", "given": True, "optional": True, "hol
 """Of ``StateSpec``: a copy of the parameters as all ranks had them, kept within a round alone."""
 
 
-class RoundOptimizer(CompressingOptimizer):
-    """Skeleton of an optimizer that works in rounds of ``_round_steps`` steps; see ``MarsitSGD`` and ``ZeroOneAdam``.
+class RoundAlgorithm(Compressing):
+    """Skeleton of an algorithm that works in rounds of ``round_steps`` steps; see ``marsit`` and ``zero_one``.
 
     In all but the last each worker moves its own parameters (``_step_alone``). In the last they agree on what the
     round has made of the parameters that all had when it began, and have the same again.
@@ -50,19 +51,19 @@ class RoundOptimizer(CompressingOptimizer):
     _anchor: Tensor
     """The parameters that all ranks have, while each moves by itself: float32 [P + TAIL]."""
 
-    def build(self) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._local = self._tag = 0  # steps done in this round, and a hash of all of their hyper-parameters
         self._missed: Sequence[int] = ()  # tensors of which this rank has had no gradient in this round
         self._held_error: Exception | None = None
         self._unsettled: list[tuple[int, Any]] = []  # rounds that may have been skipped: attempt, and which it was
-        self._no_flags = torch.zeros(1, dtype=torch.int32, device=self.device)
-        super().build()
+        self._no_flags = torch.zeros(1, dtype=torch.int32, device=frame.device)
+        super().__init__(frame)
 
-    def _held(self) -> list[Tensor]:
-        return [*super()._held(), self._anchor, self._no_flags]
+    def held(self) -> list[Tensor]:
+        return [*super().held(), self._anchor, self._no_flags]
 
     @property
-    def _round_steps(self) -> int:
+    def round_steps(self) -> int:
         """Return the length of this round."""
         raise NotImplementedError
 
@@ -73,7 +74,7 @@ class RoundOptimizer(CompressingOptimizer):
 
     @property
     def _round_start(self) -> Tensor:
-        return self._anchor[: self.layout.numel]
+        return self._anchor[: self.frame.layout.numel]
 
     @property
     def _kept_now(self) -> Tensor | None:
@@ -85,14 +86,15 @@ class RoundOptimizer(CompressingOptimizer):
         """Return False: workers update with their own."""
         return False
 
-    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        self._missed = tuple(i for i in self._missing if self._local == 0 or i in self._missed)
-        if self._local < self._round_steps - 1:
+    def exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        frame = self.frame
+        self._missed = tuple(i for i in frame.missing if self._local == 0 or i in self._missed)
+        if self._local < self.round_steps - 1:
             return self._move_alone(grads, coef)
         alone = self._local
-        flags = super()._exchange(grads, coef, abort or self._held_error is not None)
-        if self._absent is not None:
-            self.steps.of_each -= self._absent * alone
+        flags = super().exchange(grads, coef, abort or self._held_error is not None)
+        if frame.absent is not None:
+            frame.steps.of_each -= frame.absent * alone
         return flags
 
     def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ class RoundOptimizer(CompressingOptimizer):
         self._local += 1
         return self._no_flags
 
-    def _known(self, flags: Tensor) -> Tensor | int:
+    def known(self, flags: Tensor) -> Tensor | int:
         """Return 0 of a step alone, which nobody skips: nothing is copied to the host."""
         return 0 if flags is self._no_flags else flags
 
@@ -111,13 +113,13 @@ class RoundOptimizer(CompressingOptimizer):
 
     def _end_round(self, this: Any) -> None:
         """Begin the next round; whether ``this`` one was skipped ``_settle_round`` is told later."""
-        self._unsettled.append((self.steps.outcomes.attempts, this))
+        self._unsettled.append((self.frame.steps.outcomes.attempts, this))
         self._local = self._tag = 0
 
     def _take_back_skipped(self) -> None:
         """Tell how rounds ended, as soon as all ranks know."""
-        while self._unsettled and (skipped := self.steps.outcomes.was_skipped(self._unsettled[0][0])) is not None:
-            with self.steps.whole("the end of a round"):
+        while self._unsettled and (skipped := self.frame.steps.outcomes.was_skipped(self._unsettled[0][0])) is not None:
+            with self.frame.steps.whole("the end of a round"):
                 self._settle_round(self._unsettled.pop(0)[1], skipped)
 
     def _settle_round(self, this: Any, skipped: bool) -> None:
@@ -128,7 +130,7 @@ class RoundOptimizer(CompressingOptimizer):
 
     def _mixed_tag(self) -> int:
         """Return a hash of the hyper-parameters of all steps of this round so far, the present one included."""
-        return (1_000_003 * self._tag + self.coefficients.tag) & 0x7FFFFFFF
+        return (1_000_003 * self._tag + self.frame.coefficients.tag) & 0x7FFFFFFF
 
     @property
     def _may_rest(self) -> bool:
@@ -136,26 +138,27 @@ class RoundOptimizer(CompressingOptimizer):
 
         One on another device may be: the host does not wait to know.
         """
-        rates = [group["lr"] for group in self.hyper.taken]
+        rates = [group["lr"] for group in self.frame.hyper.taken]
         return any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) == 0.0 for lr in rates)
 
     def _leaving_out(self, coef: Tensor) -> Tensor:
         """Return the table of a rank that moves alone, and leaves tensors without a gradient as they are."""
-        if not self._missing:
+        frame = self.frame
+        if not frame.missing:
             return coef
-        still = upload([i in self._missing for i in range(len(self.parameters))], torch.bool, self.device)
-        return self.coefficients.still(coef, still)
+        still = upload([i in frame.missing for i in range(len(frame.parameters))], torch.bool, frame.device)
+        return frame.coefficients.still(coef, still)
 
-    def _error_due(self, error: Exception | None) -> Exception | None:
+    def error_due(self, error: Exception | None) -> Exception | None:
         """Return this rank's error when all next meet: between two synchronisations nobody hears of it."""
         held = self._held_error or error
-        self._held_error = held if self._phase == "local" else None
-        return None if self._phase == "local" else held
+        self._held_error = held if self.phase == "local" else None
+        return None if self.phase == "local" else held
 
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
-        self._phase = header["phase"]
+        self.phase = header["phase"]
 
     def stats(self) -> dict[str, Any]:
-        """Return what ``CompressingOptimizer.stats`` does, and local_steps (done in this round)."""
+        """Return what ``Compressing.stats`` does, and local_steps (done in this round)."""
         return super().stats() | {"local_steps": self._local}

@@ -1,8 +1,8 @@
 """Holds what all 1-bit optimizers share: the two stages and the freeze between them.
 
-An optimizer with a full-precision warm-up and an error-compensated 1-bit stage is a subclass with
+An algorithm with a full-precision warm-up and an error-compensated 1-bit stage is a subclass with
 two short methods: ``_update`` (one warm-up update from averaged gradients) and ``_compressed_step`` (one
-update from synchronised momentum bits). ``adam.OneBitAdam`` is one.
+update from synchronised momentum bits). ``adam.CompressedAdam`` is one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from .freezing import UNSETTLED, DeadCoordinates, quantile_floor, warn_text
 from .two_stage_state import TwoStageState
 
 
-class OneBitOptimizer(TwoStageState):
-    """Skeleton of a 1-bit optimizer; see the module's docstring.
-
-    Args:
-        params, defaults, freeze_step, variance, keywords: As for ``OneBitAdam``.
-    """
+class TwoStage(TwoStageState):
+    """Skeleton of a 1-bit algorithm; see the module's docstring."""
 
     # ---------------------------------------------------------------- the step
 
-    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        if self._phase == "warmup":
+    def exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        if self.phase == "warmup":
             return self._average(grads, coef, abort)
-        return super()._exchange(grads, coef, abort)
+        return super().exchange(grads, coef, abort)
 
     @property
     def _divisor(self) -> Tensor | None:
@@ -51,17 +47,17 @@ class OneBitOptimizer(TwoStageState):
     def _drawn(self) -> Tensor | None:
         options = self.options
         rounds_squares = self.follows_squares and options.variance_dtype is not torch.float32
-        return self.steps.updates if options.state != "fp32" or rounds_squares else None
+        return self.frame.steps.updates if options.state != "fp32" or rounds_squares else None
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
-        looks = NOWHERE if self.living is None else Looks(self.steps.updates, factor, self._tells)
+        looks = NOWHERE if self.living is None else Looks(self.frame.steps.updates, factor, self._tells)
         return lambda part: part.compress(grads, coef, v, inside, looks)
 
     def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """Synchronise with the guard's limit, and share squares if a renewal is due."""
         if self.options.guard != "off":
-            told = told._replace(limit=self._guard.limit_of(coef, self.places.block_tensor))
+            told = told._replace(limit=self._guard.limit_of(coef, self.frame.places.block_tensor))
         still = super()._synchronise(compress, told, coef)
         if self.living is not None and self._tells:
             self.living.share(self)
@@ -70,41 +66,41 @@ class OneBitOptimizer(TwoStageState):
     @property
     def _tells(self) -> bool:
         """Tell whether ranks share squares in this step; a captured one would in each replay."""
-        return self.living is not None and self.living.due and not self.steps.captured
+        return self.living is not None and self.living.due and not self.frame.steps.captured
 
-    def _captured(self) -> bool:
-        captured = super()._captured()
-        if captured and self.living is not None:
+    def check_capture(self) -> None:
+        super().check_capture()
+        if self.living is not None:
             self.living.check_capture()
-        return captured
 
-    def _advance(self, flags: Tensor) -> None:
-        super()._advance(flags)
+    def after_step(self) -> None:
+        frame = self.frame
         if self.living is not None and self._tells and self.options.capturable:
             self.living.settle(self)  # the next step may be a replay, and no graph does
             self.coefficient_table()
         watch = self.warm_up.watch
-        if self._phase == "warmup" and watch is not None and self._exp_avg_sq_sums is not None:
-            watch.observe(self.ranks.model.sum(self._exp_avg_sq_sums.sum()), self.steps.updates)
+        if self.phase == "warmup" and watch is not None and self._exp_avg_sq_sums is not None:
+            watch.observe(frame.ranks.model.sum(self._exp_avg_sq_sums.sum()), frame.steps.updates)
 
-    def _describe(self, flag: Flag) -> str:
+    def describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
             options = self.options
             return self._guard.describe(options.guard == "rewarm", options.rewarm_steps, options.lives)
-        if self._phase == "warmup":
+        if self.phase == "warmup":
             return self._describe_handshake()
-        return super()._describe(flag)
+        return super().describe(flag)
 
     # ---------------------------------------------------------------- freeze and re-warm-up
 
-    def _enter_phase(self) -> None:
+    def enter_phase(self) -> bool:
         """Freeze the variance, or warm up again after a veto, if it is time; the same on all ranks."""
+        before = self.phase
         watched = self.warm_up.watch if self.warm_up.again == 0 else None
-        if self._phase == "compression":
-            if self.options.guard == "rewarm" and self.steps.outcomes.veto_is_due():
+        if self.phase == "compression":
+            if self.options.guard == "rewarm" and self.frame.steps.outcomes.veto_is_due():
                 self._rewarm()
             elif self.living is not None:
-                self.steps.changing = True
+                self.frame.steps.changing = True
                 self.living.begin_step(self)
         elif watched is not None and watched.due():
             self._freeze()
@@ -112,38 +108,39 @@ class OneBitOptimizer(TwoStageState):
             if watched is not None:
                 warn(UNSETTLED.format(self.warm_up.due))
             self._freeze()
+        return self.phase != before
 
     def _has_updates(self, due: int) -> bool:
         """Return whether so many are done."""
-        if self.steps.outcomes.updates >= due:
+        if self.frame.steps.outcomes.updates >= due:
             self.catch_up()  # skips may still be under way from the device: then it is exact
-        return self.steps.outcomes.updates >= due
+        return self.frame.steps.outcomes.updates >= due
 
     @torch.no_grad()
     def _freeze(self) -> None:
         """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but by rounding."""
+        frame = self.frame
         self._check_what_freezes()
         keep = self.options.dead_coordinates == "keep"
-        self.steps.changing = True
+        frame.steps.changing = True
         with self._moments_in_float32():
             dead, last = self._change_moments(keep)
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
         self.reducer.begin()
-        self._phase = "compression"
-        self.warm_up.ended_at = self.steps.outcomes.updates
+        self.phase = "compression"
+        self.warm_up.ended_at = frame.steps.outcomes.updates
         self.warm_up.dead_coordinates = dead.count
         if dead.tensors and self.living is None:  # else they wait for their first gradient
-            warn(warn_text(dead, self.parameters.called, keep))
+            warn(warn_text(dead, frame.parameters.called, keep))
             if not keep:
                 self._exclude(dead.tensors)
         if self.living is not None:
             self.living.begin_step(self)
         self._arm_guard(last)
-        self.publish_state()
 
     def _check_what_freezes(self) -> None:
         """Raise RuntimeError, before anything is changed, if the warm-up has left nothing that could be frozen."""
-        if self.steps.outcomes.updates == 0 and not self.warm_up.is_corrected:
+        if self.frame.steps.outcomes.updates == 0 and not self.warm_up.is_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
                 "with the state of an earlier run before the first step, or set freeze_step >= 1"
@@ -155,25 +152,26 @@ class OneBitOptimizer(TwoStageState):
         Returns:
             What is dead, and the norm of the last uncompressed update, float64 [].
         """
+        frame = self.frame
         options = self.options
-        dead = DeadCoordinates(self.places, self.exp_avg_sq, self.live.numel, self.ranks.shards)
+        dead = DeadCoordinates(frame.places, self.exp_avg_sq, frame.live.numel, frame.ranks.shards)
         self._before_compression()
         self.averages.drop()
         self.warm_up.follows = False
-        self.coefficients.freeze_variance(self.hyper.taken)
+        frame.coefficients.freeze_variance(frame.hyper.taken)
         if self.living is not None:
             self.living.begin(self, dead.mean)
             dead.mean.copy_(self.living.mean_sq)
         coef = self.coefficient_table()
-        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[self.places.block_tensor]
-        last = self.ranks.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
+        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
+        last = frame.ranks.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
         if options.precondition and self.living is None:
-            floor = quantile_floor(self.places, self.exp_avg_sq, coef, options.eps_inside_sqrt, self.ranks.model)
+            floor = quantile_floor(frame.places, self.exp_avg_sq, coef, options.eps_inside_sqrt, frame.ranks.model)
             least = torch.maximum(least, floor)
         m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         filled, half = None if keep else dead.mean, options.variance_dtype is torch.bfloat16
-        freeze(self.places, m, v, inside, precondition, coef, filled, least, half)
+        freeze(frame.places, m, v, inside, precondition, coef, filled, least, half)
         return dead, last
 
     def _moments_in_float32(self) -> AbstractContextManager[None]:
@@ -186,30 +184,30 @@ class OneBitOptimizer(TwoStageState):
 
         They may hold a gradient that v has never seen, which was refused: what goes beyond a step of Adam's is dropped.
         """
+        frame = self.frame
         self.catch_up()
-        self.steps.changing = True
+        frame.steps.changing = True
         if self.living is not None:
             self.living.settle(self)
-        self.steps.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
-        layout, options, reduce = self.layout, self.options, self.reducer
+        frame.steps.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
+        layout, options, reduce = frame.layout, self.options, self.reducer
         coef = self.coefficient_table()
         backlog = self.averages.make()[: layout.numel]
         reduce.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
-        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][self.places.block_tensor, None])
+        backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][frame.places.block_tensor, None])
         self.exp_avg_sq = self.exp_avg_sq.to(options.moments_dtype)
         with self._moments_in_float32():
             self.exp_avg.copy_(reduce.result().add_(backlog))
             m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
-            rewarm(self.places, m, v, inside, precondition, coef)
+            rewarm(frame.places, m, v, inside, precondition, coef)
         reduce.scale.zero_()
-        self.warm_up.correct(None if self.living is None else self.steps.of_each == 0)  # but for what has none yet
-        self.warm_up.begin_again(self.steps.outcomes.updates)
-        self.coefficients.variance_betas = None
-        self._phase = "warmup"
+        self.warm_up.correct(None if self.living is None else frame.steps.of_each == 0)  # but for what has none yet
+        self.warm_up.begin_again(frame.steps.outcomes.updates)
+        frame.coefficients.variance_betas = None
+        self.phase = "warmup"
         self._exp_avg_sq_sums = None
         self._exclude([])
-        self.publish_state()
 
     def _before_compression(self) -> None:
         """Take from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""

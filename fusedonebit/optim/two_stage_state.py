@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..core.compressing import FeedbackOptimizer
+from ..core.compressing import Feedback
+from ..core.frame import Frame
 from ..core.options import Made
 from ..core.overlap import make_reducer
 from ..core.settings import Freeze, Options
@@ -28,11 +28,11 @@ from ..core.state.header import (
 from ..core.state.spec import Specs, StateSpec
 from ..triton_kernels import Coef, update_sums
 from ..triton_kernels.renewal import LEVELS
-from .averaging import DTYPE, AveragingOptimizer
+from .averaging import DTYPE, Averaging
 from .freezing import denominator
 from .guard import LEAST_SQUARE, DivergenceGuard
 from .living import LEAST_COUNTS, LivingVariance
-from .onebit_options import OneBitOptions, Variance
+from .onebit_options import OneBitOptions
 from .warm_start import warm_start
 from .warm_up import WarmUp
 
@@ -40,15 +40,15 @@ _BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
 """What settled options were before checkpoints said so; of others False."""
 
 
-class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
-    """The state of a 1-bit optimizer with a warm-up; see ``OneBitOptimizer``."""
+class TwoStageState(Feedback, Averaging):
+    """The state of a 1-bit algorithm with a warm-up; see ``TwoStage``."""
 
     settings: ClassVar[type[Options]] = OneBitOptions
     options: OneBitOptions
     kept: ClassVar[Specs] = (
         StateSpec("exp_avg", "element", "exp_avg", stage="full", published="full", kept_in=DTYPE),
         StateSpec("exp_avg_sq", "element", "exp_avg_sq", published=True, not_negative=True, kept_in=DTYPE),
-        *FeedbackOptimizer.kept,
+        *Feedback.kept,
         StateSpec(
             *("worker_sq", "part", "reducer.worker_sq"),
             stage="compressed",
@@ -63,12 +63,12 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         **COMPRESSED,
         "settled": Field(TABLE),
         "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
-        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "coefficients.variance_betas"),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "frame.coefficients.variance_betas"),
         "freeze_step": Field(or_none(COUNT), False, at="warm_up.ended_at"),
         "freeze_due": Field(or_none(COUNT), False),
         "rewarms": Field(COUNT, False, at="warm_up.again"),
-        "vetoed": Field(COUNT, False, at="steps.outcomes.vetoed"),
-        "veto_at": Field(or_none(COUNT), False, at="steps.outcomes.veto_at"),
+        "vetoed": Field(COUNT, False, at="frame.steps.outcomes.vetoed"),
+        "veto_at": Field(or_none(COUNT), False, at="frame.steps.outcomes.veto_at"),
         "guard": Field(or_none(list_of(STEPS, 2)), False),
         "dead_tensors": Field(list_of(COUNT), one_per="index", at="warm_up.dead_tensors"),
         "dead_coordinates": Field(COUNT, at="warm_up.dead_coordinates"),
@@ -76,102 +76,78 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         "renewals": Field(or_none(list_of(COUNT)), False),
     }
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        freeze_step: Any,
-        variance: Variance | None = None,
-        **keywords: Any,
-    ) -> None:
-        if variance is None:
-            variance = "shared" if freeze_step is None else "frozen"
-        keywords["variance"] = variance
-        freeze_step = "auto" if freeze_step is None else freeze_step
-        freeze = freeze_step if isinstance(freeze_step, Freeze) else Freeze(step=freeze_step)
-        said: dict[str, Any] = {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
-        said |= {"freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
-        super().__init__(params, defaults, **said, **keywords)
-        if freeze.warm_start is not None:
-            self._begin_warm(warm_start(self, freeze.warm_start))
-
-    def build(self) -> None:
-        super().build()
-        options, device = self.options, self.device
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        options, device = self.options, frame.device
         self.follows_squares = options.lives
         self.living = LivingVariance(self) if options.lives else None
-        self.reducer = make_reducer(self, vars(self).get("reducer"))
+        self.reducer = make_reducer(self)
         self._unit: Tensor | None = None
-        beta2 = max(float(group["betas"][1]) for group in self.param_groups)
-        self.warm_up = WarmUp(options, beta2, self.steps.of_each)
+        beta2 = max(float(group["betas"][1]) for group in frame.groups)
+        self.warm_up = WarmUp(options, beta2, frame.steps.of_each)
         self._guard = DivergenceGuard(device, not options.precondition and options.scale_scope != "block")
         if options.watches:
-            self._exp_avg_sq_sums = torch.zeros(self.layout.n_blocks, dtype=torch.float64, device=device)
+            self._exp_avg_sq_sums = torch.zeros(frame.layout.n_blocks, dtype=torch.float64, device=device)
 
-    def check_levels(self) -> None:
-        if self.options.bucket_count > 1 or self.options.overlap:
-            raise ValueError("hierarchy must be None with Wire(overlap=True) or several buckets; choose one of them")
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        freeze = arguments["freeze_step"]
+        if isinstance(freeze, Freeze) and freeze.warm_start is not None:
+            self._begin_warm(warm_start(self, freeze.warm_start))
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""
-        return self.reducer.paused()
+    def close(self) -> None:
+        super().close()
+        self.reducer.close()
 
-    def check_group(self, group: dict[str, Any], name: str = "") -> None:
-        super().check_group(group, name)
-        if self.options.guard == "rewarm" and float(group["betas"][0]) == 0.0:
-            raise ValueError(
-                f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
-                f'{name or "the defaults"}; or pass Faults(guard="warn")'
-            )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group before any freeze, and not after a warm start or a re-warm-up; every rank must call it."""
+    def check_growth(self) -> None:
         # New parameters' variance would have to be corrected as well.
-        if self._built and self._phase == "warmup" and self.warm_up.is_corrected:
+        if self.phase == "warmup" and self.warm_up.is_corrected:
             raise RuntimeError(
                 "add_param_group must be called before the first freeze, and not after a warm start: the new "
                 "parameters would have no variance; construct a new optimizer"
             )
-        super().add_param_group(param_group)
-        if self._built:
-            self.warm_up.entered.copy_(self.steps.of_each)
+        super().check_growth()
+
+    def has_grown(self, carried: Any) -> None:
+        self.warm_up.entered.copy_(self.frame.steps.of_each)
 
     def _begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Note that v was filled from an earlier run, corrected for its start; ``tables`` are that run's, by name."""
-        self.exp_avg_sq.mul_(self.live.mask())
+        self.exp_avg_sq.mul_(self.frame.live.mask())
         self.warm_up.correct()
 
     def _exclude(self, tensors: Sequence[int]) -> None:
         """Leave tensors out of everything from now on."""
+        frame = self.frame
         self.warm_up.dead_tensors = list(tensors)
-        self.put_live(self.active_mask(excluded=tensors))
-        self.reducer.set_live(self.live)
+        frame.put_live(frame.active_mask(excluded=tensors))
+        self.reducer.set_live(frame.live)
 
     def coefficient_table(self) -> Tensor:
+        frame = self.frame
         warm_up = self.warm_up
-        self.coefficients.memory = warm_up.memory
-        waiting = None if self._phase == "warmup" or self.options.precondition else self.living
+        frame.coefficients.memory = warm_up.memory
+        waiting = None if self.phase == "warmup" or self.options.precondition else self.living
         mean_sq = None if waiting is None else waiting.mean_sq
-        made = Made(self.steps.of_each, warm_up.entered, warm_up.follows, self._unit, mean_sq)
-        return self.coefficients(self.hyper.taken, made)
+        made = Made(frame.steps.of_each, warm_up.entered, warm_up.follows, self._unit, mean_sq)
+        return self.frame.coefficients(frame.hyper.taken, made)
 
     # ---------------------------------------------------------------- what the guard is told
 
     def _update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
         """Return the sum of (x/denom)^2 by block, float64 [B]; ``x`` None is 1."""
-        return update_sums(self.places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef)
+        return update_sums(self.frame.places, x, self.exp_avg_sq, self.options.eps_inside_sqrt, coef)
 
     def _arm_guard(self, last: Tensor) -> None:
         """Tell the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
+        frame = self.frame
         if self.options.guard == "off":
             return
-        owner, live = self.places.block_tensor, self.live.numel.double()
+        owner, live = frame.places.block_tensor, frame.live.numel.double()
         factor = self._layer_factor().double().square()[owner]
         beta1 = self.coefficient_table()[:, Coef.BETA1].double()[owner]
         # Momentum of pure noise has this norm; a training run at rest may have less.
         share = ((1 - beta1) / (1 + beta1)).clamp(min=LEAST_SQUARE)
-        noise = self.ranks.shards.sum((live * factor * share).sum()).sqrt()
+        noise = frame.ranks.shards.sum((live * factor * share).sum()).sqrt()
         self._guard.arm(last, noise, self._update_weights())
 
     def weigh_guard(self) -> None:
@@ -181,27 +157,28 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
 
     def _update_weights(self) -> Tensor:
         """Return the square of the norm of an update by block where all sizes are 1: float64 [B]."""
-        owner, coef = self.places.block_tensor, self.coefficient_table()
-        weight = self.live.numel.double() if self.options.precondition else self._update_sums(None, coef)
+        frame = self.frame
+        owner, coef = frame.places.block_tensor, self.coefficient_table()
+        weight = frame.live.numel.double() if self.options.precondition else self._update_sums(None, coef)
         factor = self._layer_factor().double().square()[owner]
         return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
 
     def _layer_factor(self) -> Tensor:
         """Return what an update is multiplied with besides the learning rate: float32 [tensors]."""
-        return torch.ones(len(self.layout.sizes), device=self.device)
+        return torch.ones(len(self.frame.layout.sizes), device=self.frame.device)
 
     # ---------------------------------------------------------------- checkpoints
 
     def settle(self) -> None:
         if self.compressed:
             if self.living is not None:
-                with self.steps.whole("a renewal of the variance"):
+                with self.frame.steps.whole("a renewal of the variance"):
                     self.living.settle(self)
             super().settle()
 
-    def _held(self) -> list[Tensor]:
+    def held(self) -> list[Tensor]:
         living = [] if self.living is None else self.living.state()
-        return [*super()._held(), self.warm_up.entered, *self._guard.state(), *living]
+        return [*super().held(), self.warm_up.entered, *self._guard.state(), *living]
 
     def _settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the compression stage goes on."""
@@ -219,7 +196,7 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         }
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        if header["phase"] == "compression" and header["algorithm"] == type(self).__name__:
+        if header["phase"] == "compression" and header["algorithm"] == self.frame.name:
             for name, now in self._settled().items():
                 # What is missing did not exist when it was written.
                 was = header["settled"].get(name, _BEFORE.get(name, False))
@@ -235,90 +212,78 @@ class TwoStageState(FeedbackOptimizer, AveragingOptimizer):
         self.warm_up.check(header)
 
     def resume(self, header: Mapping[str, Any]) -> None:
+        frame = self.frame
         super().resume(header)
-        self.warm_up.resume(header, self.steps.of_each)
+        self.warm_up.resume(header, frame.steps.of_each)
         if header["phase"] != "compression":
             return
-        self._phase = "compression"
+        self.phase = "compression"
         self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
         self.warm_up.follows = False
-        if self.coefficients.variance_betas is None:  # written before it was kept
-            self.coefficients.freeze_variance(self.hyper.taken)
+        if frame.coefficients.variance_betas is None:  # written before it was kept
+            frame.coefficients.freeze_variance(frame.hyper.taken)
         self._exclude(self.warm_up.dead_tensors)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         if self.living is not None and header.get("renewals") is not None:
             self.living.resume(self, header["renewals"])
-        if self._phase == "compression":
+        if self.phase == "compression":
             self.reducer.serve_again()
-            self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.device))
+            self._arm_guard(torch.zeros((), dtype=torch.float64, device=self.frame.device))
         if header.get("guard") and self.options.guard != "off":
             self._guard.resume(*header["guard"])
 
     # ---------------------------------------------------------------- what users look at
 
-    def stats(self, layers: bool = False) -> dict[str, Any]:
-        """Return where training stands. Waits for the device.
-
-        Args:
-            layers: Also look at every layer, at no more cost than a few sums per block of it.
-
-        Returns:
-            What ``CompressingOptimizer.stats`` does, and: freeze_step (updates before the last freeze, None before the
-            first); rewarms; vetoed_steps (of those skipped); update_norm (of the last compressed update, divided by the
-            learning rate) and update_norm_limit (the guard's); worker_error_norm (this rank's residual),
-            server_error_norm (of the chunk it serves) and compensated_norm (of what was compressed), all three 0 in the
-            warm-up and in the unit in which things are compressed; residual_over_momentum (of the last compressed step,
-            see ``CompressedAllReduce.residual_ratio``); dead_tensors (names; of a living variance those that
-            wait for a gradient); dead_coordinates (with v == 0 at the freeze, in other tensors); renewals (of a living
-            variance). With ``layers`` also "layers", lists with one entry per tensor: name, and
-            residual_over_momentum (of this rank's residual, of sharded parameters and of nodes' parts what is here).
-        """
+    def stats(self) -> dict[str, Any]:
+        frame = self.frame
         compensated, worker_error, server_error = self.reducer.norms()
-        told = super().stats() | {
+        return super().stats() | {
             "freeze_step": self.warm_up.ended_at,
             "rewarms": self.warm_up.again,
-            "vetoed_steps": self.steps.outcomes.vetoed,
+            "vetoed_steps": frame.steps.outcomes.vetoed,
             "update_norm": float(self._guard.norm),
             "update_norm_limit": float(self._guard.limit),
             "residual_over_momentum": self.reducer.residual_ratio() if self.compressed else 0.0,
             "compensated_norm": compensated,
             "worker_error_norm": worker_error,
             "server_error_norm": server_error,
-            "dead_tensors": [self.parameters.called[i] for i in self._dead_now()],
+            "dead_tensors": [frame.parameters.called[i] for i in self._dead_now()],
             "renewals": 0 if self.living is None else self.living.renewals,
             "dead_coordinates": self.warm_up.dead_coordinates,
         }
-        return told | {"layers": self._layer_stats()} if layers else told
 
     def _dead_now(self) -> list[int]:
         living = self.living if self.compressed else None
         return self.warm_up.dead_tensors if living is None else living.waiting()
 
-    def _layer_stats(self) -> dict[str, list[Any]]:
+    def layer_stats(self) -> dict[str, list[Any]]:
         # 0 in the warm-up and where a step was skipped. From the sums over blocks that the last step has made anyway:
         # no element is read, nothing of full size made.
-        squares = torch.zeros(2, len(self.layout.sizes), dtype=torch.float64, device=self.device)
+        frame = self.frame
+        squares = torch.zeros(2, len(frame.layout.sizes), dtype=torch.float64, device=frame.device)
         if self.compressed:
-            squares.index_add_(1, self.places.block_tensor, self.reducer.squares_by_block())
+            squares.index_add_(1, frame.places.block_tensor, self.reducer.squares_by_block())
         error, momentum = squares
         ratio = torch.where(momentum > 0, error / momentum, 0.0).sqrt()
-        return super()._layer_stats() | {"residual_over_momentum": ratio.tolist()}
+        return super().layer_stats() | {"residual_over_momentum": ratio.tolist()}
 
     def worker_error(self, param: Tensor) -> Tensor:
         """Return this rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
-        i = self._index(param)
-        if self._phase == "warmup":
-            return torch.zeros_like(self.parameters.params[i], dtype=torch.float32)
+        frame = self.frame
+        i = frame.index(param)
+        if self.phase == "warmup":
+            return torch.zeros_like(frame.parameters.params[i], dtype=torch.float32)
         super().settle()
         return self._in_momentum_units(self._values_of("exp_avg", i), i)
 
     def momentum(self, param: Tensor) -> Tensor:
         """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
-        if self._phase == "warmup":
+        frame = self.frame
+        if self.phase == "warmup":
             return super().momentum(param)
-        i = self._index(param)
-        return self._in_momentum_units(self.parameters.shaped(self.reducer.result(), i, self.layout.offset(i)), i)
+        i = frame.index(param)
+        return self._in_momentum_units(frame.parameters.shaped(self.reducer.result(), i, frame.layout.offset(i)), i)
 
     def _values_of(self, name: str, i: int) -> Tensor:
         """Return what is kept of one parameter under a name, float32 of its shape."""

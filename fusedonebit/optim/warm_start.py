@@ -13,10 +13,10 @@ from ..core.sharding import local
 from ..core.state import integrity
 from ..core.state.loading import ADAMW
 from ..core.state.saving import by_parameter, header_of
-from .averaging import AveragingOptimizer
+from .averaging import Averaging
 
 
-def warm_start(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+def warm_start(algorithm: Averaging, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Take the variance from an earlier run's checkpoint, corrected for its start at 0 with that run's own betas.
 
     Return what that run has kept per tensor (``StateSpec``), by name: coefficients and momentum scales of LAMB.
@@ -25,52 +25,54 @@ def warm_start(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> 
     Raises:
         TypeError, ValueError: on every rank, if the checkpoint is of another model or optimizer.
     """
+    frame = algorithm.frame
     variances: list[Tensor] = []
     tables: dict[str, list[Tensor]] = {}
     error: Exception | None = None
     try:
-        _check(optimizer, state_dict)
-        states = by_parameter(optimizer, state_dict)
+        _check(algorithm, state_dict)
+        states = by_parameter(algorithm.frame, state_dict)
         header = header_of(state_dict) or {"names": ADAMW}
         ours = integrity.of_names(states, header.get("names", {name for state in states for name in state}))
-        integrity.verify(optimizer, ours, header)
-        integrity.check_values(optimizer, ours, header)
-        variances = [_variance(optimizer, state_dict, states[i], i) for i in range(len(states))]
-        if optimizer.ranks.shards.count == 1 and not any(bool(v.any()) for v in variances):
+        integrity.verify(algorithm, ours, header)
+        integrity.check_values(algorithm, ours, header)
+        variances = [_variance(algorithm, state_dict, states[i], i) for i in range(len(states))]
+        if frame.ranks.shards.count == 1 and not any(bool(v.any()) for v in variances):
             raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")
-        tables = _tables(optimizer, state_dict, states)
+        tables = _tables(algorithm, state_dict, states)
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = caught if not isinstance(caught, KeyError) else ValueError(f"warm_start lacks the key {caught}")
     facts = [
         (f"{what} of {name} in warm_start", str(checksum(tensor)))
         for what, tensors in {"exp_avg_sq": variances, **tables}.items()
-        for name, tensor in zip(optimizer.parameters.names, tensors, strict=False)
+        for name, tensor in zip(frame.parameters.names, tensors, strict=False)
     ]
-    optimizer.ranks.agree(facts, error=error, hint="give every rank the same earlier run's checkpoint")
-    (of_v,) = (spec for spec in optimizer.specs() if spec.name == "exp_avg_sq")
+    frame.ranks.agree(facts, error=error, hint="give every rank the same earlier run's checkpoint")
+    (of_v,) = (spec for spec in algorithm.specs() if spec.name == "exp_avg_sq")
     with torch.no_grad():
         for i, v in enumerate(variances):
-            part = optimizer.part_of(of_v, i)
+            part = algorithm.part_of(of_v, i)
             part.copy_(v)
-            optimizer.keep_part(of_v, i, part)
-    return {name: torch.stack(rows, dim=-1).to(optimizer.device) for name, rows in tables.items()}
+            algorithm.keep_part(of_v, i, part)
+    return {name: torch.stack(rows, dim=-1).to(frame.device) for name, rows in tables.items()}
 
 
-def _check(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check(algorithm: Averaging, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"warm_start must be an earlier run's state_dict(), got {type(state_dict).__name__}; "
             "torch.load() it if it is a file"
         )
     theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
+    ours = [len(group["params"]) for group in algorithm.frame.groups]
     if theirs != ours:
         raise ValueError(f"warm_start must be of the same model: its groups have {theirs} parameters, these {ours}")
 
 
-def _variance(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
+def _variance(algorithm: Averaging, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
     """Return a parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
-    name, shape = optimizer.parameters.names[i], tuple(optimizer.parameters.params[i].shape)
+    frame = algorithm.frame
+    name, shape = frame.parameters.names[i], tuple(frame.parameters.params[i].shape)
     if not state:
         return torch.zeros(shape)
     v = local(state["exp_avg_sq"]) if isinstance(state["exp_avg_sq"], Tensor) else state["exp_avg_sq"]
@@ -80,31 +82,31 @@ def _variance(optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], stat
             raise ValueError(f"warm_start must be of a run whose ranks have one variance, but it is of {writer}")
         got = f"shape {tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"warm_start must be of the same model: exp_avg_sq of {name} must have {shape}, got {got}")
-    group = state_dict["param_groups"][optimizer.parameters.group_of[i]]
+    group = state_dict["param_groups"][frame.parameters.group_of[i]]
     header = header_of(state_dict) or {}
     told = header.get("variance_step", state["step"])
     entered = float(told[i] if isinstance(told, list) else told) - group.get("added_at", 0)
-    if not optimizer.options.bias_correction or entered <= 0:
+    if not frame.options.bias_correction or entered <= 0:
         return v.float().contiguous()
     frozen = header.get("variance_betas")  # betas[1] may have been changed since the freeze
-    beta2: float = float(group["betas"][1]) if frozen is None else frozen[optimizer.parameters.group_of[i]]
+    beta2: float = float(group["betas"][1]) if frozen is None else frozen[frame.parameters.group_of[i]]
     return torch.div(v.float(), 1 - beta2**entered).contiguous()
 
 
 def _tables(
-    optimizer: AveragingOptimizer, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+    algorithm: Averaging, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Tensor]]:
     """Return what the optimizer keeps per tensor, by name; an earlier warm-up has no momentum scales yet."""
     unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()
     tables = {}
-    for spec in optimizer.specs():
+    for spec in algorithm.specs():
         if spec.per != "tensor":
             continue
-        name, table = spec.name, spec.tensor(optimizer)
+        name, table = spec.name, spec.tensor(algorithm)
         rows = [state.get(name) for state in states]
         if name == "layer" and any(row is None for row in rows):
             raise ValueError(
-                f"warm_start of {type(optimizer).__name__} must be the state_dict() of Lamb or OneBitLamb: "
+                f"warm_start of {algorithm.frame.name} must be the state_dict() of Lamb or OneBitLamb: "
                 "only those have average coefficients"
             )
         fitting = [row.float().contiguous() for row in rows if row is not None and row.shape == table.shape[:-1]]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..comm import CompressedAllReduce, make_all_reduce
-from ..core.compressing import FeedbackOptimizer
-from ..core.options import CoefficientTable, Made, check_choice, stated
+from ..core.compressing import Feedback
+from ..core.frame import Frame
+from ..core.options import Made, check_choice, stated
 from ..core.settings import NUMERICS, Options
 from ..core.state.header import (
     AMOUNT,
@@ -41,7 +42,7 @@ from .adam_update import AdamUpdate
 from .freezing import denominator
 from .own_variance import OwnVariance
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, check_policies, progress_after
-from .rounds import ANCHOR, RoundOptimizer, RoundOptions
+from .rounds import ANCHOR, RoundAlgorithm, RoundOptions
 
 STEP_SIZE, DECAY = 0, 1  # rows of ``_moved``
 
@@ -100,6 +101,14 @@ class ZeroOneOptions(RoundOptions):
         norm = "relaxed" if given.scale_norm is None else made.scale_norm
         return replace(made, scale_norm=norm, variance_floor=0.0)
 
+    @property
+    def coefficient_floor(self) -> float:
+        """Return ``variance_floor``, which is part of denominators."""
+        return self.variance_floor
+
+    def check_levels(self) -> None:
+        raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
+
     def check(self) -> None:
         """Raise TypeError or ValueError for the first setting that makes no sense."""
         check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
@@ -111,8 +120,8 @@ _OWN: dict[str, Any] = {"when": "options.owns"}
 """Of ``StateSpec``: only where workers have variances of their own."""
 
 
-class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
-    """All of ``ZeroOneAdam`` but the step."""
+class ZeroOneState(RoundAlgorithm, Feedback, AdamUpdate):
+    """All of ``LocalAdam`` but the step."""
 
     settings: ClassVar[type[Options]] = ZeroOneOptions
     options: ZeroOneOptions
@@ -125,12 +134,12 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         StateSpec("rho", "tensor", "own.rho", **_OWN, not_negative=True, optional=True),
         StateSpec("anchor", "element", "_round_start", **ANCHOR, stage="compressed"),
         StateSpec("moved", "tensor", "_moved", rows=2, optional=True),
-        *FeedbackOptimizer.kept,
+        *Feedback.kept,
     )
     phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
     header_fields: ClassVar[Fields] = {
         **COMPRESSED,
-        **RoundOptimizer.header_fields,
+        **RoundAlgorithm.header_fields,
         "settled": Field(TABLE),
         "done": Field(list_of(COUNT, 4)),
         "uncounted": Field(COUNT, False),
@@ -139,7 +148,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         "entered": Field(AMOUNT_OF_EACH, one_per="updates"),
         "summed": Field(AMOUNT_OF_EACH, one_per="tensor"),
         "pending": Field(INT),
-        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "coefficients.variance_betas"),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group", "frame.coefficients.variance_betas"),
     }
     _moved: Tensor
     _lost: Tensor
@@ -147,20 +156,20 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     own: OwnVariance | None = None
     """The level of workers' own variances, where they have any."""
 
-    def build(self) -> None:
-        super().build()
-        layout, options, device = self.layout, self.options, self.device
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        layout, options, device = frame.layout, self.options, frame.device
         # Serves as the parameters that all had when the round began, too: no round needs both.
         self._anchor = self.averages.make()[: layout.numel + TAIL]
         self._exp_avg_sq_sums = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         scale: dict[str, Any] = {"scale_norm": options.scale_norm, "scale_scope": options.scale_scope}
-        scale |= {"serve_alone": options.serve_alone, "live": self.live}
-        self.reducer = make_all_reduce(layout, self.ranks.transport, device=device, **scale)
+        scale |= {"serve_alone": options.serve_alone, "live": frame.live}
+        self.reducer = make_all_reduce(layout, frame.ranks.transport, device=device, **scale)
         tensors = max(1, len(layout.sizes))
         self._round, self._plan = Round(renews=True, steps=1), list[Round]()
         self._confirmed = Progress(0, 0, 0, 0)  # what was done in rounds of which all ranks know how they ended
         self._as_floats = True
-        self._entered = torch.zeros_like(self.steps.of_each)  # updates of v
+        self._entered = torch.zeros_like(frame.steps.of_each)  # updates of v
         self._mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
         self._summed_alike: int | None = 1  # that of all tensors, where the host knows it
@@ -171,13 +180,9 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         # With these what workers have added up is compressed as it is, and applied.
         self._plain = self.reducer.plain_coefficients()
         self._plain[:, Coef.STEP_SIZE] = 1.0
-        self._all_missing = [self.nothing] * len(layout.sizes)
+        self._all_missing = [frame.nothing] * len(layout.sizes)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, while all rounds have renewed the variance. Every rank must call it."""
-        if not self._built:
-            super().add_param_group(param_group)
-            return
+    def check_growth(self) -> None:
         if self.own is not None and (self._done.rounds or self._local):
             raise RuntimeError(
                 "add_param_group must be called before the first step: residuals have their places from then on; "
@@ -188,14 +193,17 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
                 "add_param_group must be called before the first round that does not renew the variance: the new "
                 "parameters would have none; construct a new optimizer"
             )
-        self.catch_up()
-        done, momenta = self._progress(), {p: self.momentum(p) for p in self.parameters.owners}
-        super().add_param_group(param_group)
-        self._confirmed = done
-        self._entered = self.steps.of_each.clone()
+
+    def carried(self) -> tuple[Progress, dict[Tensor, Tensor]]:
+        return self._progress(), {p: self.momentum(p) for p in self.frame.parameters.owners}
+
+    def has_grown(self, carried: Any) -> None:
+        frame = self.frame
+        self._confirmed, momenta = carried
+        self._entered = frame.steps.of_each.clone()
         for p, m in momenta.items():
-            i = self._index(p)
-            self.parameters.shaped(self.exp_avg, i, self.layout.offset(i)).copy_(m)
+            i = frame.index(p)
+            frame.parameters.shaped(self.exp_avg, i, frame.layout.offset(i)).copy_(m)
         self._sum_variance()
 
     def _settle_round(self, this: Round, skipped: bool) -> None:
@@ -216,12 +224,12 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         """Return what was done, without the rounds that were skipped, as far as this rank knows."""
         done = self._confirmed
         for attempt, this in self._unsettled:
-            skipped = self.steps.outcomes.seems_skipped(attempt)
+            skipped = self.frame.steps.outcomes.seems_skipped(attempt)
             done = done.without(this) if skipped else done.after(this, this.steps)
         return done._replace(steps=done.steps + self._local)
 
     @property
-    def _round_steps(self) -> int:
+    def round_steps(self) -> int:
         return self._round.steps
 
     @property
@@ -242,20 +250,17 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
     def _eps_inside_sqrt(self) -> bool:
         return self.options.variance_floor > 0
 
-    def _make_table(self, **options: Any) -> CoefficientTable:
-        return super()._make_table(**options, floor=self.options.variance_floor)
-
     @property
     def _of_bits(self) -> Made:
         """Return what coefficients are made of while v stays: with denominators sqrt(v + share*mean(v)).
 
         What has no variance yet does not move.
         """
-        return Made(self.steps.of_each, self._entered, renews=False, mean_sq=self._mean_sq)
+        return Made(self.frame.steps.of_each, self._entered, renews=False, mean_sq=self._mean_sq)
 
     def _sum_variance(self) -> None:
         """Sum v up as renewals do while they go."""
-        sums = self.exp_avg_sq.view(self.layout.n_blocks, -1).sum(1, dtype=torch.float64)
+        sums = self.exp_avg_sq.view(self.frame.layout.n_blocks, -1).sum(1, dtype=torch.float64)
         self._exp_avg_sq_sums = sums
         self._mean_sq = self._means()
 
@@ -263,9 +268,9 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         """Return each tensor's mean of v over its live elements, float64 [tensors]."""
         sums = self._exp_avg_sq_sums
         assert sums is not None
-        owner = self.places.block_tensor.long()
+        owner = self.frame.places.block_tensor.long()
         total = torch.zeros_like(self._mean_sq).index_add_(0, owner, sums)
-        count = torch.zeros_like(total).index_add_(0, owner, self.live.numel.double())
+        count = torch.zeros_like(total).index_add_(0, owner, self.frame.live.numel.double())
         return total / count.clamp(min=1)
 
     @property
@@ -280,15 +285,16 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         noise as large as other coordinates' momentum. Before a round of bits it is that noise times the floored
         denominator, as ``coef`` has it; before a renewal, which divides by Adam's own, eps in the extreme, times that.
         """
+        frame = self.frame
         if self._as_floats:
             return
-        layout, options = self.layout, self.options
+        layout, options = frame.layout, self.options
         if renews:
-            coef = self.coefficients.fresh(self.hyper.taken, Made(self.steps.of_each, self._entered, renews=False))
+            coef = frame.coefficients.fresh(frame.hyper.taken, Made(frame.steps.of_each, self._entered, renews=False))
         v, inside = self.exp_avg_sq if options.precondition else None, self._eps_inside_sqrt and not renews
         self._rebuild(self._summed, self._awaited, v, inside, coef, self.exp_avg)
         if renews and self._eps_inside_sqrt and not options.precondition:  # too rare to have a kernel
-            floored = self.coefficients.fresh(self.hyper.taken, self._of_bits)
+            floored = frame.coefficients.fresh(frame.hyper.taken, self._of_bits)
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
                 v = self.exp_avg_sq[part]
@@ -305,19 +311,20 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         out: Tensor,
     ) -> None:
         """Turn bits into floats; of the bits only ``stats`` wants to know any further how large they were."""
+        frame = self.frame
         bits, scale = self.reducer.bits, self.reducer.scale
-        table = (self.coefficients.renewal() or Coefficients.of(coef))._replace(table=coef)
+        table = (frame.coefficients.renewal() or Coefficients.of(coef))._replace(table=coef)
         more = exp_avg_sq, inside, table, out, self._sent_scale
-        rebuild_momentum(self.places, bits, scale, summed, awaited, *more)
+        rebuild_momentum(frame.places, bits, scale, summed, awaited, *more)
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _held(self) -> list[Tensor]:
+    def held(self) -> list[Tensor]:
         counts = [self._entered, self._mean_sq, self._summed, self._sent_scale, self._pending, self._lost, self._plain]
-        return [*super()._held(), *counts, *([] if self.own is None else self.own.state())]
+        return [*super().held(), *counts, *([] if self.own is None else self.own.state())]
 
-    def _scratch(self) -> list[Tensor]:
-        return [*super()._scratch(), *([] if self.own is None else self.own.scratch())]
+    def scratch(self) -> list[Tensor]:
+        return [*super().scratch(), *([] if self.own is None else self.own.scratch())]
 
     def plain_state(self) -> dict[str, Any]:
         done = self._progress()
@@ -332,12 +339,13 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         }
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        frame = self.frame
         if "rounds" in header:
             raise ValueError(
-                f"the checkpoint's algorithm is {header['algorithm']}, which {type(self).__name__} can't go on from: "
+                f"the checkpoint's algorithm is {header['algorithm']}, which {frame.name} can't go on from: "
                 "there each worker has a variance of its own"
             )
-        if not header.get("lines") or header["algorithm"] != type(self).__name__:
+        if not header.get("lines") or header["algorithm"] != frame.name:
             return
         policy = header["options"].get("variance_policy")
         if (policy is None) != self.options.owns:
@@ -352,7 +360,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
                 f"the checkpoint was written with precondition={was!r}, but here it is {now!r}; it can't be changed "
                 "between two steps"
             )
-        world_size = self.ranks.transport.world_size
+        world_size = frame.ranks.transport.world_size
         if header["local"] and header["world_size"] != world_size:
             raise ValueError(
                 f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
@@ -361,12 +369,13 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
+        frame = self.frame
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
-            self._entered = self.steps.of_each.clone()
+            self._entered = frame.steps.of_each.clone()
             if self.own is None:
-                self.coefficients.freeze_variance(self.hyper.taken)
+                frame.coefficients.freeze_variance(frame.hyper.taken)
             else:
-                self.own.begin(self.steps.of_each)
+                self.own.begin(frame.steps.of_each)
             if header["updates"]:  # else there is no variance yet
                 self._confirmed = progress_after(*self._policies, header["updates"])
             return
@@ -374,7 +383,7 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
         self._confirmed = done._replace(steps=done.steps - self._local)
         self._round = Round(*header["round"])
-        self._entered = torch.minimum(each(header["entered"], self._entered), self.steps.of_each)
+        self._entered = torch.minimum(each(header["entered"], self._entered), frame.steps.of_each)
         self._summed, self._summed_alike = each(header["summed"], self._summed), None
         self._pending.fill_(header["pending"])
 
@@ -392,17 +401,18 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         Before a round's last step it is that of the step before: what is left of the newer is in ``worker_error``.
         Where workers have variances of their own, so have they momenta.
         """
-        i, layout, options = self._index(param), self.layout, self.options
+        frame = self.frame
+        i, layout, options = frame.index(param), frame.layout, self.options
         if self._as_floats:
             return super().momentum(param)
-        part = self.parameters.shaped(self.reducer.result(), i, layout.offset(i)) / self._summed[i]
+        part = frame.parameters.shaped(self.reducer.result(), i, layout.offset(i)) / self._summed[i]
         if self._awaited is not None:
             part = part * (self._awaited[i] > 0)
         if not options.precondition:
             return part
-        k = self.coefficients.fresh(self.hyper.taken, self._of_bits)[i]
+        k = frame.coefficients.fresh(frame.hyper.taken, self._of_bits)[i]
         return part * denominator(
-            self.parameters.shaped(self.exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt
+            frame.parameters.shaped(self.exp_avg_sq, i, layout.offset(i)), k, self._eps_inside_sqrt
         )
 
     def worker_error(self, param: Tensor) -> Tensor:
@@ -411,19 +421,12 @@ class ZeroOneState(RoundOptimizer, FeedbackOptimizer, AdamUpdate):
         Where not ``precondition`` in units of the momentum; where workers have variances of their own in units of
         parameters: what is still to be subtracted from them.
         """
-        i = self._index(param)
+        frame = self.frame
+        i = frame.index(param)
         self.settle()
-        return self.parameters.shaped(self.reducer.worker.compensated, i, self.layout.offset(i)).clone()
+        return frame.parameters.shaped(self.reducer.worker.compensated, i, frame.layout.offset(i)).clone()
 
     def stats(self) -> dict[str, Any]:
-        """Tell where training stands. Waits for the device.
-
-        Returns:
-            What ``DistributedOptimizer.stats`` does, and: rounds (synchronisations), renewals (of the variance,
-            among them), local_steps (done in this round), round_steps (its length); wire_bytes,
-            worker_error_norm, server_error_norm, compensated_norm and residual_over_momentum as ``OneBitAdam``
-            tells them, of the last synchronisation in bits.
-        """
         reduce, done = self.reducer, self._progress()
         compensated, _, server_error = reduce.norms()
         return super().stats() | {

@@ -198,8 +198,8 @@ def test_a_message_of_another_length_is_never_taken_for_a_whole_one():
 def spoil(optimizer: Any, what: str) -> None:
     """Makes this rank send another layout than the others."""
     if what == "layout":
-        optimizer.layout.__dict__["fingerprint"] = optimizer.layout.fingerprint ^ 1
-    reduce = getattr(optimizer, "reducer", None)
+        optimizer.frame.layout.__dict__["fingerprint"] = optimizer.frame.layout.fingerprint ^ 1
+    reduce = getattr(optimizer.algorithm, "reducer", None)
     for messages in {getattr(reduce, key, None) for key in ("to_servers", "messages", "_sent")} - {None}:
         messages.words[:, Word.LAYOUT] ^= what == "layout"
     if what == "server's layout":

@@ -208,10 +208,14 @@ class Ended(NamedTuple):
 
 def in_common(optimizer: Any) -> dict[str, Tensor]:
     """Return parameters, counts and whatever else is no rank's own, in memory of its own."""
-    kept = [spec for spec in optimizer.kept if spec.applies(optimizer, optimizer.compressed) and not spec.of_rank]
-    told = {spec.name: spec.tensor(optimizer) for spec in kept if spec.name != "anchor"}
-    told |= {f"parameter {i}": p for i, p in enumerate(optimizer.parameters.dense)}
-    told |= {"updates": optimizer.steps.updates, "own_steps": optimizer.steps.of_each}
+    kept = [
+        spec
+        for spec in optimizer.algorithm.kept
+        if spec.applies(optimizer.algorithm, optimizer.algorithm.compressed) and not spec.of_rank
+    ]
+    told = {spec.name: spec.tensor(optimizer.algorithm) for spec in kept if spec.name != "anchor"}
+    told |= {f"parameter {i}": p for i, p in enumerate(optimizer.frame.parameters.dense)}
+    told |= {"updates": optimizer.frame.steps.updates, "own_steps": optimizer.frame.steps.of_each}
     return {name: tensor.detach().clone() for name, tensor in told.items()}
 
 
@@ -246,7 +250,7 @@ def train(case: Case, group: SimulatedGroup, rank: int, flip: Flip | None) -> En
             optimizer.step()
         except TOLD as error:
             raised.append(f"{type(error).__name__}: {error}")
-            if optimizer.steps.broken or isinstance(error, CollectiveError):
+            if optimizer.frame.steps.broken or isinstance(error, CollectiveError):
                 break
         optimizer.zero_grad()
     return Ended(raised, in_common(optimizer), heard.kinds[: heard.before])

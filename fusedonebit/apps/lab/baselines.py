@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...comm import MarsitAllReduce, Part, Topology, Transport
 from ...comm.rounds import RoundAllReduce
+from ...core.optimizer import DistributedOptimizer
 from ...core.options import check_choice, check_count
 from ...core.settings import NUMERICS, Numerics, Options
-from ...optim.marsit import MarsitOptimizer
+from ...optim.marsit import Marsit
 from ...optim.marsit_state import LocalOptions
 from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
 
@@ -58,23 +59,32 @@ class BaselineAdamOptions(BaselineOptions):
     bias_correction: bool = True
 
 
-class _Baseline(MarsitOptimizer):
+class Baseline(Marsit):
+    """Marsit's steps, with another way to agree."""
+
     settings: ClassVar[type[Options]] = BaselineOptions
     options: BaselineOptions  # type: ignore[assignment]  # instead of Marsit's
 
     def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
-        where: dict[str, Any] = {"device": self.device, "live": self.live, "part": part}
+        where: dict[str, Any] = {"device": self.frame.device, "live": self.frame.live, "part": part}
         if kind is None:
             return MarsitAllReduce(part.layout, transport, full_precision_every=1, **where)
         wire: dict[str, Any] = {"topology": options.topology, "coding": options.coding}
         return kind(part.layout, transport, **wire, seed=options.seed, **where)
 
     def described(self) -> list[str]:
+        """See ``Algorithm``."""
         return [f"aggregation: {self.options.aggregation}", f"local_steps: {self.options.local_steps}"]
 
 
-class BaselineSGD(_Baseline):
+class AdaptiveBaseline(Baseline):
+    """The same, with the local updates of Adam."""
+
+    settings: ClassVar[type[Options]] = BaselineAdamOptions
+
+
+class BaselineSGD(DistributedOptimizer):
     """SGD with momentum whose workers agree as one of Marsit's baselines does; plain torch, not made for speed.
 
     Args:
@@ -93,6 +103,9 @@ class BaselineSGD(_Baseline):
     Raises:
         TypeError, ValueError: for bad arguments, on every rank, naming the first that differs.
     """
+
+    kind = Baseline
+    algorithm: Baseline
 
     def __init__(
         self,
@@ -115,11 +128,16 @@ class BaselineSGD(_Baseline):
         settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
         super().__init__(params, defaults, process_group=process_group, **settings)
 
+    def compensation(self, param: Tensor) -> Tensor:
+        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
+        return self.algorithm.compensation(param)
 
-class BaselineAdam(_Baseline):
+
+class BaselineAdam(DistributedOptimizer):
     """AdamW whose workers agree as one of Marsit's baselines does; see ``BaselineSGD`` and ``MarsitAdam``."""
 
-    settings: ClassVar[type[Options]] = BaselineAdamOptions
+    kind = AdaptiveBaseline
+    algorithm: AdaptiveBaseline
 
     def __init__(
         self,
@@ -142,3 +160,7 @@ class BaselineAdam(_Baseline):
         settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding}
         settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
         super().__init__(params, defaults, process_group=process_group, **settings)
+
+    def compensation(self, param: Tensor) -> Tensor:
+        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
+        return self.algorithm.compensation(param)

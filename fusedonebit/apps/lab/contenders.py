@@ -24,10 +24,11 @@ from ... import (
 from ...comm import Topology
 from ...core.settings import VARIANCE_FLOOR, StateKind
 from ..averaged import Averaged
-from .ablations import AveragedAdam, FreezableLamb, FrozenVariance, LivingAdam, NaiveOneBitAdam
+from .ablations import AveragedAdam, FreezableLamb, LivingAdam, NaiveOneBitAdam, settled
 from .baseline_reducers import Coding
 from .baselines import BaselineAdam
 from .rivals import RIVALS
+from .rivals.frame import Rival
 from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
 from .workers import AlikeTransport, BatchedZeroOneAdam
 
@@ -54,8 +55,10 @@ def _lamb(params: Params, of: Setting, **frozen: Any) -> Any:
     return _frozen(lamb, of, **frozen)
 
 
-def _frozen(optimizer: FrozenVariance, of: Setting, frozen: bool = False, floor: float = VARIANCE_FLOOR) -> Any:
-    optimizer.freeze_step, optimizer.floor = (of.freeze_step if frozen else None), floor
+def _frozen(
+    optimizer: AveragedAdam | FreezableLamb, of: Setting, frozen: bool = False, floor: float = VARIANCE_FLOOR
+) -> Any:
+    optimizer.algorithm.freeze_step, optimizer.algorithm.floor = (of.freeze_step if frozen else None), floor
     return optimizer
 
 
@@ -240,10 +243,10 @@ def settings(name: str, steps: int, weight_decay: float) -> tuple[Any, ...]:
     make = CONTENDERS[name].make
     made = make([torch.nn.Parameter(torch.zeros(1))], Setting(1.0, steps, weight_decay, 0, AlikeTransport(0, 4)))
     given = {key: made.defaults[key] for key in ("betas", "eps", "global_ratio") if key in made.defaults}
-    frozen = [getattr(made, attribute, None) for attribute in ("freeze_step", "floor")]
+    options, *frozen = settled(made)
     given_here = make.keywords if isinstance(make, partial) else {}
     told = {key: _told(value) for key, value in given_here.items()}
-    return given, _told(getattr(made, "options", None)), frozen, told
+    return given, _told(made.options if isinstance(made, Rival) else options), frozen, told
 
 
 def _told(value: Any) -> Any:

@@ -17,9 +17,10 @@ from ...comm import CompressedAllReduce, Told
 from ...comm.feedback import Unit
 from ...comm.reducer import Compress
 from ...comm.transport import CountingTransport, Pending, Waiting
+from ...core.optimizer import DistributedOptimizer
 from ...optim.own_variance import OwnVariance
-from ...optim.two_stage import OneBitOptimizer
-from ...optim.zero_one import ZeroOneAdam
+from ...optim.two_stage import TwoStage
+from ...optim.zero_one import LocalAdam, ZeroOneAdam
 from ...triton_kernels import LiveTable, local_step
 from .rivals.frame import Rival
 
@@ -178,7 +179,7 @@ class BatchedAllReduce(WorkerAllReduce):
         self.transport.traffic.add(2 * out.nbytes * (self.layout.world_size - 1) // self.layout.world_size)
 
 
-class BatchedZeroOneAdam(ZeroOneAdam):
+class BatchedLocalAdam(LocalAdam):
     """All workers' 0/1 Adam: in local steps each moves parameters, momentum and residual of its own."""
 
     reducer: BatchedAllReduce
@@ -191,7 +192,7 @@ class BatchedZeroOneAdam(ZeroOneAdam):
             self._others.append((list(params), torch.zeros_like(self.exp_avg), exp_avg_sq))
 
     def _add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
-        mine = self.parameters.dense, self.exp_avg, self.exp_avg_sq
+        mine = self.frame.parameters.dense, self.exp_avg, self.exp_avg_sq
         if self._local == 0 and self.shares_variance:  # all have the same when a round begins
             for _, exp_avg, _ in self._others:
                 exp_avg.copy_(self.exp_avg)
@@ -200,7 +201,7 @@ class BatchedZeroOneAdam(ZeroOneAdam):
         for rank, (params, exp_avg, v) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
             worker = rank.worker
             where = (worker.compensated, worker.scale, coef, self._no_flags if hold is None else hold)
-            whose = (params, rank.gradients, self.places, exp_avg, v, inside, precondition)
+            whose = (params, rank.gradients, self.frame.places, exp_avg, v, inside, precondition)
             local_step(*whose, *where, *told, None if rank is not self.reducer else anchor, self._pending)
 
     def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
@@ -208,12 +209,20 @@ class BatchedZeroOneAdam(ZeroOneAdam):
         told = torch.zeros(())
         for rank, exp_avg_sq in zip(self.reducer.ranks, variances, strict=True):
             told = told + own.tell(self, rank.gradients, factor, exp_avg_sq)
-        own.follow(self, told / len(variances), self.reducer.flags, self._absent)  # an all-reduce multiplies it again
+        mean = told / len(variances)  # an all-reduce multiplies it again
+        own.follow(self, mean, self.reducer.flags, self.frame.absent)
 
     def _end_round(self, this: Any) -> None:
         for params, *_ in self._others:
-            torch._foreach_copy_(params, self.parameters.dense)
+            torch._foreach_copy_(params, self.frame.parameters.dense)
         super()._end_round(this)
+
+
+class BatchedZeroOneAdam(ZeroOneAdam):
+    """All workers' 0/1 Adam."""
+
+    kind = BatchedLocalAdam
+    algorithm: BatchedLocalAdam
 
 
 def batch_workers(
@@ -231,13 +240,13 @@ def batch_workers(
     if isinstance(optimizer, Rival):
         optimizer.stand_for(others)
         return optimizer
-    if not isinstance(optimizer, (OneBitOptimizer, BatchedZeroOneAdam)):
+    algorithm = optimizer.algorithm if isinstance(optimizer, DistributedOptimizer) else None
+    if not isinstance(algorithm, (TwoStage, BatchedLocalAdam)):
         return None
-    options = optimizer.options
-    names = ("scale_norm", "scale_scope", *(("ternary",) if isinstance(optimizer, OneBitOptimizer) else ()))
-    kinds: dict[str, Any] = {name: getattr(options, name) for name in names}
-    assert isinstance(optimizer.reducer, CompressedAllReduce)
-    optimizer.reducer = BatchedAllReduce(optimizer.reducer, device=optimizer.device, **kinds)
-    if isinstance(optimizer, BatchedZeroOneAdam):
-        optimizer.stand_for(others)
-    return optimizer.reducer
+    names = ("scale_norm", "scale_scope", *(("ternary",) if isinstance(algorithm, TwoStage) else ()))
+    kinds: dict[str, Any] = {name: getattr(algorithm.options, name) for name in names}
+    assert isinstance(algorithm.reducer, CompressedAllReduce)
+    algorithm.reducer = reducer = BatchedAllReduce(algorithm.reducer, device=algorithm.frame.device, **kinds)
+    if isinstance(algorithm, BatchedLocalAdam):
+        algorithm.stand_for(others)
+    return reducer

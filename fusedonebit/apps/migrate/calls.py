@@ -73,8 +73,8 @@ def _arguments(config: Config, name: str, optimizer: Any) -> dict[str, str]:
     if bounds := {k: repr(group[k]) for k in LAMB.values() if k in group}:
         arguments["layerwise"] = f"Layerwise({_joined(bounds)})"
     if name != "ZeroOneAdam":
-        return arguments | {"freeze_step": str(optimizer.options.freeze_step)}
-    variance, rounds = optimizer.options.variance_policy, optimizer.options.sync_policy
+        return arguments | {"freeze_step": str(optimizer.frame.options.freeze_step)}
+    variance, rounds = optimizer.frame.options.variance_policy, optimizer.frame.options.sync_policy
     assert isinstance(variance, DeepSpeedVariance)
     assert isinstance(rounds, DeepSpeedRounds)
     frozen, most = variance.var_freeze_step, 1 << (rounds.local_step_clipper.bit_length() - 1)

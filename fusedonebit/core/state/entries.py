@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...triton_kernels import FlatLayout
+from ..algorithm import Algorithm
 from ..sharding import local
 from .header import is_compressed
-from .keeper import Keeper
 from .spec import StateSpec
 
 VALUES = ("element", "part", "chunk")
@@ -30,189 +30,200 @@ Header = Mapping[str, Any]
 State = Mapping[str, Any]
 
 
-def of(keeper: Keeper, compressed: bool, names: Collection[str] = ()) -> list[tuple[StateSpec, int]]:
+def of(algorithm: Algorithm, compressed: bool, names: Collection[str] = ()) -> list[tuple[StateSpec, int]]:
     """Return all entries in a stage but ``step``, each with the parameter that it is saved with.
 
     Of a checkpoint, which has entries of these ``names``, also what another takes up here.
     """
-    tensors, specs = range(len(keeper.parameters)), keeper.specs(compressed)
-    specs += [spec for spec in keeper.kept if spec.taken_by and spec.name in names and spec not in specs]
+    frame = algorithm.frame
+    tensors, specs = range(len(frame.parameters)), algorithm.specs(compressed)
+    specs += [spec for spec in algorithm.kept if spec.taken_by and spec.name in names and spec not in specs]
     if any(spec.of_rank for spec in specs):
         specs.append(RANK)
     found = [(spec, i) for spec in specs for i in (tensors if spec.by_parameter else tensors[:1])]
-    return found + [(_master(keeper), i) for i in keeper.parameters.with_masters]
+    return found + [(_master(algorithm), i) for i in frame.parameters.with_masters]
 
 
-def declared(keeper: Keeper) -> dict[str, StateSpec]:
+def declared(algorithm: Algorithm) -> dict[str, StateSpec]:
     """Return what there may be, by name."""
-    unwanted_first = sorted(keeper.kept, key=lambda spec: spec.wanted(keeper))  # of two of a name one is wanted
-    return {spec.name: spec for spec in (*unwanted_first, _master(keeper), RANK)}
+    unwanted_first = sorted(algorithm.kept, key=lambda spec: spec.wanted(algorithm))  # of two of a name one is wanted
+    return {spec.name: spec for spec in (*unwanted_first, _master(algorithm), RANK)}
 
 
-def has_row_of_each(keeper: Keeper, spec: StateSpec, header: Header) -> bool:
+def has_row_of_each(algorithm: Algorithm, spec: StateSpec, header: Header) -> bool:
     """Return whether a checkpoint has a row of each rank, and not what all have alike, as AdamW's does."""
-    return spec.of_rank and (not spec.by_parameter or keeper.wrote(header))
+    return spec.of_rank and (not spec.by_parameter or algorithm.frame.wrote(header))
 
 
-def saved(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
+def saved(algorithm: Algorithm, spec: StateSpec, i: int) -> Tensor:
     """Return what this rank saves of parameter ``i``'s entry, in a form that ``torch.distributed.checkpoint`` knows."""
-    part = _here(keeper, spec, i)
+    part = _here(algorithm, spec, i)
     if spec.per == "tensor":
         return part.clone()
     if not spec.by_parameter:
         part = part.reshape(-1).to(spec.dtype)
         if spec.of_rank and part.storage_offset():
             part = part.clone()  # a DTensor that begins somewhere else than its memory does can't be copied
-    return keeper.ranks.rows.of_each(part) if spec.of_rank else _distributed(keeper, spec, i, part)
+    return algorithm.frame.ranks.rows.of_each(part) if spec.of_rank else _distributed(algorithm, spec, i, part)
 
 
-def room(keeper: Keeper, spec: StateSpec, i: int, header: Header | None) -> Tensor:
+def room(algorithm: Algorithm, spec: StateSpec, i: int, header: Header | None) -> Tensor:
     """Make room for the entry of a checkpoint with this header, None of AdamW's."""
-    part = torch.zeros(_shape(keeper, spec, i, header or {}), dtype=spec.dtype, device=keeper.device)
+    frame = algorithm.frame
+    part = torch.zeros(_shape(algorithm, spec, i, header or {}), dtype=spec.dtype, device=frame.device)
     if not spec.of_rank:
-        return _distributed(keeper, spec, i, part)
-    replicas = keeper.ranks.rows.shape[0] if header is None else header["world_size"]
-    all_here = spec.per == "chunk" and not (header is not None and keeper.cut_alike(header))
-    return (keeper.ranks.rows.whole if all_here else keeper.ranks.rows.spread)(replicas, part)
+        return _distributed(algorithm, spec, i, part)
+    replicas = frame.ranks.rows.shape[0] if header is None else header["world_size"]
+    all_here = spec.per == "chunk" and not (header is not None and frame.cut_alike(header))
+    return (frame.ranks.rows.whole if all_here else frame.ranks.rows.spread)(replicas, part)
 
 
-def check(keeper: Keeper, states: Sequence[State], header: Header, required: Collection[int]) -> None:
+def check(algorithm: Algorithm, states: Sequence[State], header: Header, required: Collection[int]) -> None:
     """Raise ValueError or TypeError for the first entry that is not one of this model on these ranks.
 
     ``required`` are the parameters that must have a state.
     """
-    found = of(keeper, is_compressed(header), header["names"])
+    frame = algorithm.frame
+    found = of(algorithm, is_compressed(header), header["names"])
     for spec, i in found:
-        if spec.by_parameter and i in required and (spec.name in states[i] or not _may_lack(keeper, spec, header)):
-            _check_entry(keeper, spec, i, states, header)
+        if spec.by_parameter and i in required and (spec.name in states[i] or not _may_lack(algorithm, spec, header)):
+            _check_entry(algorithm, spec, i, states, header)
     if not is_compressed(header):
         return
     # In the checkpoint's blocks: these ranks' own may be larger, as their padding is.
-    if header["line"] < FlatLayout(keeper.parameters.sizes, 1, header["block_size"]).numel:
+    if header["line"] < FlatLayout(frame.parameters.sizes, 1, header["block_size"]).numel:
         raise ValueError(f"checkpoint of another model: its flat index space has only {header['line']} elements")
     flat = [
         spec for spec, _ in found if not (spec.by_parameter or (spec.taken_by and spec.name not in header["names"]))
     ]
     for spec in flat:
-        _check_entry(keeper, spec, 0, states, header)
+        _check_entry(algorithm, spec, 0, states, header)
     chunks = [states[0][spec.name] for spec in flat if spec.per == "chunk"]
-    if not keeper.cut_alike(header) and any(len(local(rows)) != header["world_size"] for rows in chunks):
+    if not frame.cut_alike(header) and any(len(local(rows)) != header["world_size"] for rows in chunks):
         raise ValueError(
-            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(keeper.cut())}; "
+            f"the checkpoint was written with {_describe(header)}, but here they are {_describe(frame.cut())}; "
             "load it through torch.distributed.checkpoint (fusedonebit.dcp), or construct the optimizer as it was"
         )
 
 
-def take(keeper: Keeper, spec: StateSpec, i: int, state: State, header: Header) -> None:
+def take(algorithm: Algorithm, spec: StateSpec, i: int, state: State, header: Header) -> None:
     """Take up parameter ``i``'s entry, if there is one; all ranks call it."""
     if spec is RANK:
         return
-    part = _for_this_rank(keeper, spec, state[spec.name], header) if spec.name in state else None
+    part = _for_this_rank(algorithm, spec, state[spec.name], header) if spec.name in state else None
     if spec.name == "master":
-        keeper.parameters.load_master(i, part)
-    elif spec.taken_by and not spec.wanted(keeper):
-        by = declared(keeper)[spec.taken_by]
-        target = _here(keeper, by, i)
+        algorithm.frame.parameters.load_master(i, part)
+    elif spec.taken_by and not spec.wanted(algorithm):
+        by = declared(algorithm)[spec.taken_by]
+        target = _here(algorithm, by, i)
         target += _found(part).to(target.device).view(target.shape)
-        keeper.keep_part(by, i, target)
+        algorithm.keep_part(by, i, target)
     elif part is not None:
-        target = _here(keeper, spec, i)
+        target = _here(algorithm, spec, i)
         target.copy_(part.to(target.device).view(target.shape))
         if spec.per in VALUES:
-            keeper.keep_part(spec, i, target)
+            algorithm.keep_part(spec, i, target)
     elif spec.taken_by:
-        spec.tensor(keeper).zero_()
+        spec.tensor(algorithm).zero_()
 
 
-def _master(keeper: Keeper) -> StateSpec:
-    return StateSpec("master", "element", "", of_rank=keeper.masters_of_rank, holds_parameters=True)
+def _master(algorithm: Algorithm) -> StateSpec:
+    return StateSpec("master", "element", "", of_rank=algorithm.masters_of_rank, holds_parameters=True)
 
 
-def _here(keeper: Keeper, spec: StateSpec, i: int) -> Tensor:
+def _here(algorithm: Algorithm, spec: StateSpec, i: int) -> Tensor:
     """Return what this rank keeps."""
     if spec is RANK:
-        return keeper.ranks.rows.rank()
+        return algorithm.frame.ranks.rows.rank()
     if spec.name == "master":
-        return keeper.parameters.master(i)
+        return algorithm.frame.parameters.master(i)
     if spec.per in VALUES:
-        return keeper.part_of(spec, i)
-    kept = spec.tensor(keeper)
+        return algorithm.part_of(spec, i)
+    kept = spec.tensor(algorithm)
     return kept[..., i] if spec.per == "tensor" else kept
 
 
-def _distributed(keeper: Keeper, spec: StateSpec, i: int, part: Tensor) -> Tensor:
+def _distributed(algorithm: Algorithm, spec: StateSpec, i: int, part: Tensor) -> Tensor:
     """Return what all replicas have alike, distributed over the shards."""
     if not spec.by_parameter:
-        return keeper.ranks.rows.of_each_shard(part)
-    return keeper.parameters.published(part, i) if spec.per == "element" else part
+        return algorithm.frame.ranks.rows.of_each_shard(part)
+    return algorithm.frame.parameters.published(part, i) if spec.per == "element" else part
 
 
-def _shape(keeper: Keeper, spec: StateSpec, i: int, header: Header) -> tuple[int, ...]:
+def _shape(algorithm: Algorithm, spec: StateSpec, i: int, header: Header) -> tuple[int, ...]:
     """Return the shape of this rank's part in a checkpoint with this header."""
     if spec.per == "element":
-        return tuple(keeper.parameters.params[i].shape)
+        return tuple(algorithm.frame.parameters.params[i].shape)
     if spec.per == "tensor":
-        return tuple(spec.tensor(keeper).shape[:-1])
+        return tuple(spec.tensor(algorithm).shape[:-1])
     if spec is RANK:
         return (1,)
     per = {"bit": 8, "block": header["block_size"], "part": header["inside"], "chunk": header["world_size"]}
     return (int(header["line"]) // int(per[spec.per]),)
 
 
-def _may_lack(keeper: Keeper, spec: StateSpec, header: Header) -> bool:
+def _may_lack(algorithm: Algorithm, spec: StateSpec, header: Header) -> bool:
     """Return whether a checkpoint may be without: AdamW's has nothing of LAMB's per tensor, or of rounds."""
     if spec.name == "master":
         return True
-    if keeper.wrote(header):
+    if algorithm.frame.wrote(header):
         return not spec.is_in(header)
     return spec.optional or (spec.per == "tensor" and not is_compressed(header))
 
 
-def _check_entry(keeper: Keeper, spec: StateSpec, i: int, states: Sequence[State], header: Header) -> None:
-    value, expected = states[i][spec.name], _shape(keeper, spec, i, header)
-    of_rank = has_row_of_each(keeper, spec, header)
+def _check_entry(algorithm: Algorithm, spec: StateSpec, i: int, states: Sequence[State], header: Header) -> None:
+    frame = algorithm.frame
+    value, expected = states[i][spec.name], _shape(algorithm, spec, i, header)
+    of_rank = has_row_of_each(algorithm, spec, header)
     if not isinstance(value, Tensor):
         raise TypeError(f"{spec.name} in the checkpoint must be a tensor, got {type(value).__name__}")
     if spec.by_parameter and (shape := tuple(local(value).shape)[2 * of_rank :]) != expected:
-        writer, own = header.get("algorithm"), type(keeper).__name__
+        writer, own = header.get("algorithm"), frame.name
         if writer not in (None, own) and shape[2:] == expected:  # of each of its ranks
             raise ValueError(f"the checkpoint is of {writer}, from which {own} can't go on")
         raise ValueError(
-            f"checkpoint of another model: {spec.name} of {keeper.parameters.names[i]} must have shape {expected}, got "
+            f"checkpoint of another model: {spec.name} of {frame.parameters.names[i]} must have shape {expected}, got "
             f"{shape}"
         )
     if not spec.by_parameter and value.shape[-1:] != expected:
         raise ValueError(f"{spec.name} in the checkpoint must have {expected[0]} columns, got {tuple(value.shape)}")
     if of_rank:
-        keeper.ranks.rows.check(value, states[0][RANK.name], header["world_size"])
+        frame.ranks.rows.check(value, states[0][RANK.name], header["world_size"])
 
 
-def _for_this_rank(keeper: Keeper, spec: StateSpec, rows: Tensor, header: Header) -> Tensor:
+def _for_this_rank(algorithm: Algorithm, spec: StateSpec, rows: Tensor, header: Header) -> Tensor:
     """Return what this rank takes of what was saved."""
-    if not has_row_of_each(keeper, spec, header):
+    frame = algorithm.frame
+    if not has_row_of_each(algorithm, spec, header):
         if spec.by_parameter:
             return local(rows)
-        return _cut(_found(keeper.ranks.rows.own_of_shard(rows)), spec.tensor(keeper).numel())
-    as_it_was = header["world_size"] == keeper.ranks.rows.shape[0] if spec.by_parameter else keeper.cut_alike(header)
+        return _cut(_found(frame.ranks.rows.own_of_shard(rows)), spec.tensor(algorithm).numel())
+    as_it_was = header["world_size"] == frame.ranks.rows.shape[0] if spec.by_parameter else frame.cut_alike(header)
     if as_it_was:
-        return _found(keeper.ranks.rows.own(rows))
+        return _found(frame.ranks.rows.own(rows))
     if spec.by_parameter:
-        return keeper.ranks.rows.mean(rows, header["world_size"])
-    return (_share if spec.per == "chunk" else _mean)(keeper, rows, header)
+        return frame.ranks.rows.mean(rows, header["world_size"])
+    return (_share if spec.per == "chunk" else _mean)(algorithm, rows, header)
 
 
-def _mean(keeper: Keeper, rows: Tensor, header: Header) -> Tensor:
+def _mean(algorithm: Algorithm, rows: Tensor, header: Header) -> Tensor:
     """Return the old workers' mean, of which a rank of a node has a part."""
-    inside = keeper.cut()["inside"]
-    mean = keeper.ranks.rows.mean(rows, header["world_size"], header["inside"])
-    return _cut(mean, keeper.layout.numel).view(inside, -1)[keeper.ranks.rows.place[0] % inside]
+    frame = algorithm.frame
+    inside = frame.cut()["inside"]
+    mean = frame.ranks.rows.mean(rows, header["world_size"], header["inside"])
+    return _cut(mean, frame.layout.numel).view(inside, -1)[frame.ranks.rows.place[0] % inside]
 
 
-def _share(keeper: Keeper, rows: Tensor, header: Header) -> Tensor:
+def _share(algorithm: Algorithm, rows: Tensor, header: Header) -> Tensor:
     """Return what this rank serves now: its chunk of each bucket, or of the part that it has of its node's."""
+    frame = algorithm.frame
     nodes, parts = header["world_size"] // header["inside"], header["inside"] * header["buckets"]  # one of them is 1
-    in_order = keeper.ranks.rows.of_this_shard(rows).view(nodes, parts, -1).transpose(0, 1).reshape(-1)
-    flat, cut, rank = _cut(in_order, keeper.layout.numel), keeper.cut(), keeper.ranks.rows.place[0]
+    in_order = frame.ranks.rows.of_this_shard(rows).view(nodes, parts, -1).transpose(0, 1).reshape(-1)
+    flat, cut, rank = (
+        _cut(in_order, frame.layout.numel),
+        frame.cut(),
+        frame.ranks.rows.place[0],
+    )
     inside, world_size = cut["inside"], cut["world_size"]
     if inside > 1:
         return flat.view(inside, world_size // inside, -1)[rank % inside, rank // inside]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..algorithm import Algorithm
 from ..sharding import is_dtensor, local
 from . import entries
-from .keeper import Keeper
 
 CHECKSUMS, BETWEEN = "checksums", "between"
 _SEAL = "crc32"
@@ -66,13 +66,14 @@ def read_header(text: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- tensors
 
 
-def checksums(keeper: Keeper, states: Sequence[State]) -> dict[str, list[int | None]]:
+def checksums(algorithm: Algorithm, states: Sequence[State]) -> dict[str, list[int | None]]:
     """Return the columns of checksums of what this rank saves."""
-    whose = {"rank": int(keeper.ranks.rows.rank()), "shards": keeper.ranks.shards.count}
+    frame = algorithm.frame
+    whose = {"rank": int(frame.ranks.rows.rank()), "shards": frame.ranks.shards.count}
     columns: dict[str, list[int | None]] = {}
     for i, state in enumerate(states):
         for key, value in state.items():
-            part = _part(keeper, i, key, value, whose) if isinstance(value, Tensor) else None
+            part = _part(algorithm, i, key, value, whose) if isinstance(value, Tensor) else None
             if part is not None:
                 columns.setdefault(key, [None] * len(states))[i] = crc32(part)
     return columns
@@ -115,17 +116,18 @@ def _memories(states: Sequence[State]) -> Iterator[tuple[str, int, Tensor, list[
         yield key, i, memory, gaps
 
 
-def verify(keeper: Keeper, states: Sequence[State], header: State) -> None:
+def verify(algorithm: Algorithm, states: Sequence[State], header: State) -> None:
     """Raise ValueError for the first tensor that is not as it was saved.
 
     What another rank has saved can't be told from this rank's header: ``fusedonebit.dcp`` checks that as it reads it.
     """
-    here = keeper.parameters.index_of
+    frame = algorithm.frame
+    here = frame.parameters.index_of
     trained = header.get("trained", here)
     columns_of = {index: column for column, index in enumerate(trained)}
     places = [columns_of.get(index) for index in here]  # others may have trained
     if trained == here:
-        _verify_between(keeper, states, header.get(BETWEEN, []))
+        _verify_between(algorithm, states, header.get(BETWEEN, []))
     for key, column in header.get(CHECKSUMS, {}).items():
         if len(column) != len(trained):
             raise ValueError(
@@ -136,16 +138,16 @@ def verify(keeper: Keeper, states: Sequence[State], header: State) -> None:
             saved = None if place is None else column[place]
             if saved is None or not isinstance(state.get(key), Tensor):
                 continue
-            part = _part(keeper, i, key, state[key], header)
+            part = _part(algorithm, i, key, state[key], header)
             if part is not None and crc32(part) != saved:
                 raise ValueError(
-                    f"{key} of {keeper.parameters.names[i]} in the checkpoint is damaged: its checksum is "
+                    f"{key} of {frame.parameters.names[i]} in the checkpoint is damaged: its checksum is "
                     f"{crc32(part):08x}, that of what was saved {saved:08x}; {_WAY_OUT} (or, if it was changed on "
                     "purpose, call fusedonebit.checkpoint.forget_checksums(state_dict) first)"
                 )
 
 
-def _verify_between(keeper: Keeper, states: Sequence[State], saved: Sequence[Sequence[Any]]) -> None:
+def _verify_between(algorithm: Algorithm, states: Sequence[State], saved: Sequence[Sequence[Any]]) -> None:
     if not saved:
         return
     now = {tuple(found[:4]): found[4] for found in between(states)}
@@ -154,16 +156,16 @@ def _verify_between(keeper: Keeper, states: Sequence[State], saved: Sequence[Seq
         here = now.get((key, i, *size), expected)
         if here != expected:
             raise ValueError(
-                f"the memory of {key} of {keeper.parameters.names[i]} in the checkpoint is damaged: its checksum is "
-                f"{here:08x}, that of what was saved {expected:08x}; {_WAY_OUT}"
+                f"the memory of {key} of {algorithm.frame.parameters.names[i]} in the checkpoint is damaged: its "
+                f"checksum is {here:08x}, that of what was saved {expected:08x}; {_WAY_OUT}"
             )
 
 
-def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
+def _part(algorithm: Algorithm, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
     """Return what the header's checksum is of; None if that is not here."""
-    rows, shards = keeper.ranks.rows, keeper.ranks.shards.count
+    rows, shards = algorithm.frame.ranks.rows, algorithm.frame.ranks.shards.count
     mine = header["rank"] == int(rows.rank()) and header["shards"] == shards
-    spec = entries.declared(keeper).get(key)
+    spec = entries.declared(algorithm).get(key)
     if spec is not None and spec.of_rank:
         return rows.own(value) if mine else None
     whole = header["shards"] == shards == 1
@@ -176,10 +178,10 @@ def _part(keeper: Keeper, i: int, key: str, value: Tensor, header: State) -> Ten
     return part if whole or is_dtensor(value) or part.dim() == 0 else None
 
 
-def check_values(keeper: Keeper, states: Sequence[State], header: State) -> None:
+def check_values(algorithm: Algorithm, states: Sequence[State], header: State) -> None:
     """Raise ValueError for the first tensor with values that no run can have had."""
-    signs = {spec.name: spec.not_negative for spec in keeper.kept} | {"exp_avg_sq": True}
-    for state, name in zip(states, keeper.parameters.names, strict=True):
+    signs = {spec.name: spec.not_negative for spec in algorithm.kept} | {"exp_avg_sq": True}
+    for state, name in zip(states, algorithm.frame.parameters.names, strict=True):
         for key, value in state.items():
             if key == "step":
                 _check_step(value, name)

@@ -20,18 +20,21 @@ can be: copy or save them before the next step. Saving settles the deferred resi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ...comm import checksum
+from ..frame import Frame
 from ..options import stated
 from . import entries, integrity
 from .header import KEY, is_compressed
 from .integrity import read_header
-from .keeper import Keeper
+
+if TYPE_CHECKING:
+    from ..optimizer import DistributedOptimizer
 
 FORMAT = 2
 
@@ -50,29 +53,30 @@ def call_hooks(optimizer: Optimizer, kind: str, *state_dict: Any) -> Any:
     return state_dict[0] if state_dict else None
 
 
-def save(keeper: Keeper) -> dict[str, Any]:
+def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
-    keeper.steps.refuse_if_broken()
-    keeper.catch_up()
-    keeper.settle()
-    packed = _packed(keeper)
+    frame = optimizer.frame
+    frame.steps.refuse_if_broken()
+    optimizer.algorithm.catch_up()
+    optimizer.algorithm.settle()
+    packed = _packed(optimizer)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
-    own = [states[index] for index in keeper.parameters.index_of]
-    header = _header(keeper)
+    own = [states[index] for index in frame.parameters.index_of]
+    header = _header(optimizer)
     for state in own:
-        for name in keeper.published - {"step"}:
+        for name in optimizer.published - {"step"}:
             state.pop(name, None)
         # A tensor of its own for each: AdamW counts each up, and a shared one many times.
         state["step"] = state["step"].clone()
     names = {"step"} if own else set()
-    for spec, i in entries.of(keeper, keeper.compressed):
+    for spec, i in entries.of(optimizer.algorithm, optimizer.algorithm.compressed):
         if spec.is_in(header):
-            own[i][spec.name] = entries.saved(keeper, spec, i)
+            own[i][spec.name] = entries.saved(optimizer.algorithm, spec, i)
             names.add(spec.name)
     header["names"] = sorted(names)
     packed["state"] = states
-    _seal(keeper, packed, header, own)
+    _seal(optimizer, packed, header, own)
     return packed
 
 
@@ -90,25 +94,25 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _seal(keeper: Keeper, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
+def _seal(optimizer: DistributedOptimizer, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
     """Write the header, with the checksums of what parameters have of the optimizer's own."""
-    if keeper.sums_up:
+    if optimizer.sums_up:
         summed = integrity.of_names(own, header["names"])
         header = {
             **header,
-            integrity.CHECKSUMS: integrity.checksums(keeper, summed),
+            integrity.CHECKSUMS: integrity.checksums(optimizer.algorithm, summed),
             integrity.BETWEEN: integrity.between(summed),
         }
     packed["param_groups"][0][KEY] = integrity.sealed(header)
 
 
-def seal_again(keeper: Keeper, saved: dict[str, Any]) -> dict[str, Any]:
+def seal_again(optimizer: DistributedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Sum up what hooks have made of a ``state_dict``, unless that is none of ours any more."""
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         return saved
     header = header_of(saved)
     if header is not None and integrity.CHECKSUMS in header:
-        _seal(keeper, saved, header, by_parameter(keeper, saved))
+        _seal(optimizer, saved, header, by_parameter(optimizer.frame, saved))
     return saved
 
 
@@ -129,56 +133,58 @@ def header_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if text is None else read_header(text)
 
 
-def by_parameter(keeper: Keeper, state_dict: Mapping[str, Any]) -> list[State]:
+def by_parameter(frame: Frame, state_dict: Mapping[str, Any]) -> list[State]:
     """Return the state of each trainable parameter, which its group names by number, or by name."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
-    return [state_dict["state"].get(names[index], {}) for index in keeper.parameters.index_of]
+    return [state_dict["state"].get(names[index], {}) for index in frame.parameters.index_of]
 
 
-def template(keeper: Keeper, header: State | None) -> dict[str, Any]:
+def template(optimizer: DistributedOptimizer, header: State | None) -> dict[str, Any]:
     """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
-    packed = _packed(keeper)
-    states = {index: {"step": torch.zeros((), dtype=torch.float64)} for index in keeper.parameters.index_of}
+    frame = optimizer.frame
+    packed = _packed(optimizer)
+    states = {index: {"step": torch.zeros((), dtype=torch.float64)} for index in frame.parameters.index_of}
     told = header or {}
-    for spec, i in entries.of(keeper, bool(header) and is_compressed(told), told.get("names", ())):
-        states[keeper.parameters.index_of[i]][spec.name] = entries.room(keeper, spec, i, header)
+    for spec, i in entries.of(optimizer.algorithm, bool(header) and is_compressed(told), told.get("names", ())):
+        states[frame.parameters.index_of[i]][spec.name] = entries.room(optimizer.algorithm, spec, i, header)
     packed["state"] = states
     packed["param_groups"][0][KEY] = ""
     return packed
 
 
-def numerics(keeper: Keeper) -> dict[str, Any]:
+def numerics(frame: Frame) -> dict[str, Any]:
     """Return the options that change what a step computes, as plain values."""
-    return {name: _plain(getattr(keeper.options, name)) for name in keeper.options.told}
+    return {name: _plain(getattr(frame.options, name)) for name in frame.options.told}
 
 
-def masks(keeper: Keeper) -> dict[str, int]:
+def masks(frame: Frame) -> dict[str, int]:
     """Return checksums of the masks by parameter; of shards, which differ, none."""
-    given, owners = keeper.masks, enumerate(keeper.parameters.owners)
-    whole = keeper.ranks.shards.count == 1
+    given, owners = frame.masks, enumerate(frame.parameters.owners)
+    whole = frame.ranks.shards.count == 1
     return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
 
 
-def _header(keeper: Keeper) -> dict[str, Any]:
+def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    frame = optimizer.frame
     return {
         "format": FORMAT,
-        "algorithm": type(keeper).__name__,
-        "trained": list(keeper.parameters.index_of),
-        "phase": keeper.phase,
-        "lines": keeper.compressed and bool(keeper.parameters.owners),
-        "updates": keeper.steps.outcomes.updates,
-        "steps": keeper.steps.count.total,
-        "skipped": keeper.steps.outcomes.skipped,
-        "rank": int(keeper.ranks.rows.rank()),
-        "shards": keeper.ranks.shards.count,
-        "block_size": keeper.layout.block_size,
-        "line": keeper.layout.numel,
-        "strides": keeper.parameters.strides(),
-        "masks": masks(keeper),
-        "options": numerics(keeper),
-        "bytes_total": keeper.ranks.transport.traffic.bytes_total,
-        **keeper.cut(),
-        **keeper.plain_state(),
+        "algorithm": frame.name,
+        "trained": list(frame.parameters.index_of),
+        "phase": optimizer.phase,
+        "lines": optimizer.algorithm.compressed and bool(frame.parameters.owners),
+        "updates": frame.steps.outcomes.updates,
+        "steps": frame.steps.count.total,
+        "skipped": frame.steps.outcomes.skipped,
+        "rank": int(frame.ranks.rows.rank()),
+        "shards": frame.ranks.shards.count,
+        "block_size": frame.layout.block_size,
+        "line": frame.layout.numel,
+        "strides": frame.parameters.strides(),
+        "masks": masks(optimizer.frame),
+        "options": numerics(optimizer.frame),
+        "bytes_total": frame.ranks.transport.traffic.bytes_total,
+        **frame.cut(),
+        **optimizer.algorithm.plain_state(),
     }
 
 
