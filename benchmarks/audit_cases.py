@@ -18,24 +18,36 @@ CONSTANTS = dict.fromkeys(("PARAMS", "GRADS", "TENSORS"), 4) | {
 }
 """What constants are where a case does not say, False otherwise: tensors are float32 and aligned."""
 BF16 = {"PARAMS": 5, "GRADS": 5}
+
+
+def of(noun: str, kind: str, *fields: str) -> dict[str, Any]:
+    """Return the types of a noun's fields: the same of all."""
+    return {f"{noun}_{field}": kind for field in fields}
+
+
 MIXED = {"PARAMS": 7, "GRADS": 7}
 UNALIGNED = {"PARAMS": 0, "GRADS": 0}
-VARIANCE = {"exp_avg_sq": "*fp32"}
-FROZEN_BF16 = {"exp_avg_sq": "*bf16"}
+V = {"exp_avg_sq": "*fp32"}
+VARIANCE = {"exp_avg_sq_numbers": "*fp32"}
+FROZEN_BF16 = {"exp_avg_sq_numbers": "*bf16"}
+FROZEN_IN_CODES = of("exp_avg_sq", "*u8", "numbers", "exponents")
+EPS_INSIDE = {"EXP_AVG_SQ_EPS_INSIDE_SQRT": True}
 FOLLOWED = {"worker_sq": "*fp32"}
-HALF_FOLLOWED = {"worker_sq": "*bf16", "drawn": "*i64"}
-IN_BF16 = {"compensated": "*bf16", "drawn": "*i64"}
-IN_CODES = {"compensated": "*u8", "octaves": "*u8", "drawn": "*i64"}
+HALF_FOLLOWED = {"worker_sq": "*bf16", "compensated_drawn": "*i64"}
+IN_BF16 = {"compensated_numbers": "*bf16", "compensated_drawn": "*i64"}
+IN_CODES = of("compensated", "*u8", "numbers", "exponents") | {"compensated_drawn": "*i64"}
 NARROW = IN_BF16 | FROZEN_BF16
-CODED = IN_CODES | {"exp_avg_sq": "*u8"}
-SIDE = dict.fromkeys(("compensated", "scale", "settled"), "*fp32") | {"exp_avg_sq": "*fp32"}
+CODED = IN_CODES | FROZEN_IN_CODES
+SIDE = dict.fromkeys(("compensated_numbers", "scale", "settled"), "*fp32") | VARIANCE
 CARRIES = SIDE | {"exp_avg_bits": "*u8", "exp_avg_scale": "*fp32", "WRITES": True}
-CODED_SIDE = dict.fromkeys(("compensated", "exp_avg_sq", "octaves", "v_octaves"), "*u8")
-HALF_SIDE = dict.fromkeys(("compensated", "exp_avg_sq"), "*bf16")
+CODED_SIDE = of("compensated", "*u8", "numbers", "exponents") | FROZEN_IN_CODES
+HALF_SIDE = {"compensated_numbers": "*bf16"} | FROZEN_BF16
 STOCHASTIC = {"rounding": "*i64"}
 FOUND = dict.fromkeys(("found", "found_before"), "*i32")
-HALF_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16") | {"drawn": "*i64"}
-CODED_MOMENTS = dict.fromkeys(("exp_avg", "exp_avg_sq", "octaves"), "*u8") | {"drawn": "*i64"}
+MOMENTS_IN_BF16 = of("moments", "*bf16", "exp_avg", "exp_avg_sq")
+MOMENTS_IN_CODES = of("moments", "*u8", "exp_avg", "exp_avg_sq", "exponents")
+HALF_MOMENTS = MOMENTS_IN_BF16 | {"moments_drawn": "*i64"}
+CODED_MOMENTS = MOMENTS_IN_CODES | {"moments_drawn": "*i64"}
 CORRECTED = BF16 | {"correction": "*i16"}
 CORRECTED_BY_8_BITS = BF16 | STOCHASTIC | {"correction": "*i8"}
 MADE = {"ROOM": 32, "coefficients_group_of": "*i32"}
@@ -54,22 +66,22 @@ FINISH = {"NORM": 2}
 LIMIT = {"limit_block_tensor": "*i32", "limit_weight": "*fp32", "limit_largest": "*fp64", "limit_norm": "*fp64"}
 ALONE = FINISH | RENEWS | LIMIT
 COUNTER = {"header_counter": "*i32", "HEADER_COUNTS": True}
-MAJORITY = {"compensated": None, "server_scale": None, "header": "*i32"}
+MAJORITY = {"compensated_numbers": None, "words": "*i32"}
 GUARD = LIMIT | {"limit_coef": "*fp32", "squares": "*fp64"}
 TELLS = {"told": "*fp32"}
 OF_A_SCALED_LOSS = dict.fromkeys(("loss_scale", "found_inf", "earlier"), "*fp32")
 CLIPS = {"CLIPS": True, "WEIGHS": 1, "digest": "*i64"}
-COUNTED = {"updates": "*i64", "digest_updates": "*i64"}
+COUNTED = {"digest_updates": "*i64"}
 WEIGHED = {"weights": "*fp32"}
-BLENDED = {"DEEPSPEED": True, "norms": "*fp64"}
+BLENDED = {"DEEPSPEED": True, "norms": "*fp64", "ratios_norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
-ADAM = LOCAL | VARIANCE
-OWN_STEP = {"PRECONDITION": True, "MOVES": True}
-FOLLOWS = OWN_STEP | {"FOLLOWS": True}
+ADAM = LOCAL | V
+OWN_STEP = {"STEP_PRECONDITION": True, "STEP_MOVES": True}
+FOLLOWS = OWN_STEP | {"STEP_FOLLOWS": True}
 FIRST = {"anchor": "*fp32"}
 OF_A_ROUND = {"summed": "*fp32", "awaited": "*fp64"}
 MOVED = {"coefficients_moved": "*fp32"}
-ONLY_MOMENTUM = {"MOVES": False, "LAST": True}
+ONLY_MOMENTUM = {"STEP_MOVES": False, "STEP_LAST": True}
 
 Loops = int | tuple[int, ...]
 
@@ -210,10 +222,8 @@ CASES = {
     "lamb_update": Case("lamb_update"),
     "lamb_update, alone, moments in bf16": Case("lamb_update", FOUND | HALF_MOMENTS, halves=2),
     "lamb_update, alone, bf16, moments in codes": Case("lamb_update", FOUND | BF16 | CODED_MOMENTS, halves=2),
-    "lamb_move, moments in bf16": Case("lamb_move", dict.fromkeys(("exp_avg", "exp_avg_sq"), "*bf16")),
-    "lamb_move, bf16, moments in codes": Case(
-        "lamb_move", BF16 | STOCHASTIC | dict.fromkeys(("exp_avg", "exp_avg_sq", "octaves"), "*u8"), halves=2
-    ),
+    "lamb_move, moments in bf16": Case("lamb_move", MOMENTS_IN_BF16),
+    "lamb_move, bf16, moments in codes": Case("lamb_move", BF16 | STOCHASTIC | MOMENTS_IN_CODES, halves=2),
     "lamb_coefficient": Case("lamb_coefficient"),
     "lamb_move": Case("lamb_move"),
     "lamb_ratio": Case("lamb_ratio"),
@@ -239,29 +249,29 @@ CASES = {
     "place_owned, W=8": Case("place_owned", loops=8),
     "add_values": Case("add_values"),
     "add_values, replaces": Case("add_values", {"REPLACES": True}),
-    "local_step": Case("local_step", OWN_STEP | {"PRECONDITION": False}),
+    "local_step": Case("local_step", OWN_STEP | {"STEP_PRECONDITION": False}),
     "local_step, preconditioned": Case("local_step", OWN_STEP),
     "local_step, preconditioned, first": Case("local_step", OWN_STEP | FIRST),
-    "local_step, preconditioned, last": Case("local_step", OWN_STEP | {"LAST": True}),
-    "local_step, preconditioned, first and last": Case("local_step", OWN_STEP | FIRST | {"LAST": True}),
+    "local_step, preconditioned, last": Case("local_step", OWN_STEP | {"STEP_LAST": True}),
+    "local_step, preconditioned, first and last": Case("local_step", OWN_STEP | FIRST | {"STEP_LAST": True}),
     "local_step, preconditioned, bf16": Case("local_step", OWN_STEP | BF16),
     "local_step, follows": Case("local_step", FOLLOWS),
     "local_step, follows, first": Case("local_step", FOLLOWS | FIRST),
-    "local_step, follows, last": Case("local_step", FOLLOWS | {"LAST": True}),
+    "local_step, follows, last": Case("local_step", FOLLOWS | {"STEP_LAST": True}),
     "local_step, follows, bf16": Case("local_step", FOLLOWS | BF16),
     "rebuild_momentum": Case("rebuild_momentum", TABLE),
-    "rebuild_momentum, preconditioned": Case("rebuild_momentum", TABLE | OF_A_ROUND | VARIANCE),
+    "rebuild_momentum, preconditioned": Case("rebuild_momentum", TABLE | OF_A_ROUND | V),
     "tell_squares": Case("tell_squares", halves=2),
     "tell_squares, bf16": Case("tell_squares", BF16, halves=2),
     "tell_squares, bf16, squares in codes": Case(
-        "tell_squares", BF16 | dict.fromkeys(("worker_sq", "octaves"), "*u8"), halves=2
+        "tell_squares", BF16 | of("worker_sq", "*u8", "numbers", "exponents"), halves=2
     ),
-    "tell_squares, bf16 squares": Case("tell_squares", {"worker_sq": "*bf16"}, halves=2),
+    "tell_squares, bf16 squares": Case("tell_squares", {"worker_sq_numbers": "*bf16"}, halves=2),
     "tell_level": Case("tell_level", halves=2),
     "tell_level, bf16": Case("tell_level", BF16, halves=2),
     **{f"average_squares, W={n}": Case("average_squares", loops=n, share=1) for n in (2, 8, 64)},
     "renew": Case("renew", CARRIES),
-    "renew, bf16 variance": Case("renew", CARRIES | {"exp_avg_sq": "*bf16"}),
+    "renew, bf16 variance": Case("renew", CARRIES | FROZEN_BF16),
     "renew, server": Case("renew", SIDE),
     "renew, state in codes": Case("renew", CARRIES | CODED_SIDE),
     "renew, server, state in codes": Case("renew", SIDE | CODED_SIDE),
@@ -284,7 +294,7 @@ VARIANTS = {
     "renew_levels": Case("renew_levels", {"absent": "*u8"}, loops=(1, 1, 1)),
     "renew_levels, of whole tensors": Case("renew_levels", {"sums": "*fp64"}, loops=(1, 1, 1)),
     "renew, ternary": Case("renew", CARRIES | {"TERNARY": True}),
-    "renew, undivided": Case("renew", {"exp_avg_sq": "*fp32", "WRITES": True}),
+    "renew, undivided": Case("renew", VARIANCE | {"WRITES": True}),
     "finish, counts": Case("finish", FINISH | COUNTER, num_warps=1),
     "finish, renews": Case("finish", FINISH | RENEWS, num_warps=1),
     "finish, renews, rates on the device": Case("finish", FINISH | RENEWS | {"coefficients_lr": "*fp32"}, num_warps=1),
@@ -317,7 +327,7 @@ VARIANTS = {
     "apply_momentum, alone": Case("apply_momentum"),
     "apply_momentum, mixed": Case("apply_momentum", VARIANCE | MIXED),
     "apply_momentum, unaligned": Case("apply_momentum", VARIANCE | UNALIGNED),
-    "apply_momentum, eps inside": Case("apply_momentum", VARIANCE | {"EPS_INSIDE_SQRT": True}),
+    "apply_momentum, eps inside": Case("apply_momentum", VARIANCE | EPS_INSIDE),
     "adam_update, sums": Case("adam_update", {"exp_avg_sq_sums": "*fp64"}),
     "adam_update, mixed, 8-bit corrections": Case("adam_update", FOUND | CODED_MOMENTS | CORRECTED_BY_8_BITS | MIXED),
     "adam_update, of a part, 8-bit corrections": Case(
@@ -346,30 +356,30 @@ VARIANTS = {
     "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | {"DECAYS": True}),
     "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK_SIZE": 128}),
     "close_parts, no guard": Case("close_parts", num_warps=1),
-    "close_round, floats": Case("close_round", COUNTED | {"heads": "*u8"}, num_warps=1),
+    "close_round, floats": Case("close_round", COUNTED | {"received_heads": "*u8"}, num_warps=1),
     "merge_signs, short rows": Case("merge_signs", {"parts": 1}),
     "pick_owned, W=1": Case("pick_owned", {"world_size": 1}),
     "place_owned, W=1": Case("place_owned", {"world_size": 1}),
     "add_values, bf16": Case("add_values", BF16 | STOCHASTIC),
     "add_values, mixed": Case("add_values", {"REPLACES": True, "PARAMS": 3}),
     "local_step, DeepSpeed's, last": Case(
-        "local_step", OWN_STEP | {"PRECONDITION": False, "LEAKS": True, "LAST": True}
+        "local_step", OWN_STEP | {"STEP_PRECONDITION": False, "STEP_LEAKS": True, "STEP_LAST": True}
     ),
     "local_step, only momentum": Case("local_step", OWN_STEP | ONLY_MOMENTUM),
-    "local_step, only momentum, plain": Case("local_step", OWN_STEP | ONLY_MOMENTUM | {"PRECONDITION": False}),
+    "local_step, only momentum, plain": Case("local_step", OWN_STEP | ONLY_MOMENTUM | {"STEP_PRECONDITION": False}),
     "local_step, mixed": Case(
-        "local_step", OWN_STEP | {"PARAMS": 3, "GRADS": 3, "EPS_INSIDE_SQRT": True, "LAST": True}
+        "local_step", OWN_STEP | {"PARAMS": 3, "GRADS": 3, "STEP_EPS_INSIDE_SQRT": True, "STEP_LAST": True}
     ),
     "local_step, mixed, first": Case(
-        "local_step", OWN_STEP | FIRST | {"PARAMS": 3, "GRADS": 3, "EPS_INSIDE_SQRT": True}
+        "local_step", OWN_STEP | FIRST | {"PARAMS": 3, "GRADS": 3, "STEP_EPS_INSIDE_SQRT": True}
     ),
     "local_step, small blocks": Case("local_step", OWN_STEP | {"BLOCK_SIZE": 128}),
     "local_step, follows, mixed, first": Case("local_step", FOLLOWS | FIRST | {"PARAMS": 3, "GRADS": 3}),
     "local_step, follows, small blocks": Case("local_step", FOLLOWS | {"BLOCK_SIZE": 128}),
     "rebuild_momentum, of a round": Case("rebuild_momentum", TABLE | OF_A_ROUND),
-    "rebuild_momentum, renews": Case("rebuild_momentum", OF_A_ROUND | VARIANCE | RENEWS),
-    "rebuild_momentum, eps inside": Case("rebuild_momentum", TABLE | OF_A_ROUND | VARIANCE | {"EPS_INSIDE_SQRT": True}),
-    "rebuild_momentum, small blocks": Case("rebuild_momentum", TABLE | OF_A_ROUND | VARIANCE | {"BLOCK_SIZE": 128}),
+    "rebuild_momentum, renews": Case("rebuild_momentum", OF_A_ROUND | V | RENEWS),
+    "rebuild_momentum, eps inside": Case("rebuild_momentum", TABLE | OF_A_ROUND | V | {"EPS_INSIDE_SQRT": True}),
+    "rebuild_momentum, small blocks": Case("rebuild_momentum", TABLE | OF_A_ROUND | V | {"BLOCK_SIZE": 128}),
     "lion_compress, mixed": Case("lion_compress", {"GRADS": 3}),
     "lion_compress, small blocks": Case("lion_compress", {"BLOCK_SIZE": 128}),
 }

@@ -14,10 +14,27 @@ from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef
 from fusedonebit.triton_kernels.finish import PIECE, Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
-from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Count, Digest, Header, Limit, Places, Side, Signs
+from fusedonebit.triton_kernels.nouns import (
+    Arrived,
+    Coefficients,
+    Compensated,
+    Count,
+    Digest,
+    Divisor,
+    Header,
+    Limit,
+    Moments,
+    Places,
+    Ratios,
+    Sent,
+    Side,
+    Signs,
+)
 from fusedonebit.triton_kernels.receive import spans_of
+from fusedonebit.triton_kernels.rounds import Left, Received
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 from fusedonebit.triton_kernels.tables import tables_of
+from fusedonebit.triton_kernels.zero_one import LocalStep
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
 """Ops that do something else where what is compressed is preconditioned."""
@@ -174,12 +191,12 @@ class Workload:
 
     def momentum_compress(self) -> partial[None]:
         layout, blocks = self.layout, self.layout.n_blocks
-        v = torch.rand(layout.numel, device=self.device) + 0.5 if self.preconditioned else None
+        v = self._divisor() if self.preconditioned else None
         # |0.9 * momentum + 0.1 * g| stays below the scale on average, so that c does not run away.
         arguments = (
-            *(self.grads, self.places, torch.zeros(layout.numel, device=self.device)),
-            *(self._scale(0.3, blocks), self._signs(), self.coef),
-            *(v, False, self._bytes(self.world_size)),
+            *(self.grads, self.places),
+            Compensated(torch.zeros(layout.numel, device=self.device), self._scale(0.3, blocks)),
+            *(self._signs(), self.coef, v, self._bytes(self.world_size)),
             *(self.partials, self.skip.clone(), self.skip),
         )
         return partial(ops.momentum_compress, *arguments)
@@ -245,15 +262,19 @@ class Workload:
     def server_reduce(self) -> partial[None]:
         served = self.layout.blocks_per_chunk
         words = torch.zeros(self.world_size, len(Word), dtype=torch.int32, device=self.device)
+        slot = self._slot[:served].to(self.device, torch.int32)
         arguments = (
-            *(self._bytes(self.world_size), self._arrived_scales(), words, words[0].clone()),
-            *(self._slot[:served].to(self.device, torch.int32), self.places.at(slice(0, served))),
-            *(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
+            Sent(self._bytes(self.world_size), self._arrived_scales(), words, words[0].clone(), slot),
+            self.places.at(slice(0, served)),
+            Compensated(torch.zeros(self.layout.chunk_numel, device=self.device), self._scale(0.2, served)),
             self._bytes(1),
             *(torch.zeros(2, served, dtype=torch.float64, device=self.device), self.skip, self.skip.clone()),
             words.clone(),
         )
         return partial(ops.server_reduce, *arguments)
+
+    def _divisor(self) -> Divisor:
+        return Divisor(torch.rand(self.layout.numel, device=self.device) + 0.5, None, False)
 
     def _signs(self) -> Signs:
         return Signs(self._bytes(self.world_size), self._scale(0.1, self.layout.n_blocks))
@@ -262,10 +283,9 @@ class Workload:
         return torch.full((self.world_size, self._slots), 0.1, device=self.device)
 
     def apply_momentum(self) -> partial[None]:
-        layout = self.layout
-        v = None if self.preconditioned else torch.rand(layout.numel, device=self.device) + 0.5
+        v = None if self.preconditioned else self._divisor()
         arguments = (
-            *(self.params, self.places, self._signs(), v, False, self.coef),
+            *(self.params, self.places, self._signs(), v, self.coef),
             *(self.skip, None, self._sum()),
         )
         *_, steps, updates = self._clock()
@@ -276,20 +296,19 @@ class Workload:
         layout = self.layout
         arguments = (
             *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), self.places),
-            *(*self._moments(), self.coef, self.skip, None, None),
+            *(self._moments(), self.coef, self.skip, None, None),
         )
         return partial(ops.adam_update, *arguments)
 
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros(self.layout.numel, device=self.device), torch.rand(
-            self.layout.numel, device=self.device
-        ) + 0.5
+    def _moments(self) -> Moments:
+        zeros = torch.zeros(self.layout.numel, device=self.device)
+        return Moments(zeros, torch.rand_like(zeros) + 0.5)
 
     def lamb_update(self) -> partial[None]:
         layout = self.layout
         arguments = (
             *(self.params, layout.cut(torch.randn(layout.numel, device=self.device)), self.places),
-            *(*self._moments(), False, self.coef),
+            *(self._moments(), False, self.coef),
             *(self.skip, None, self.norms),
         )
         return partial(ops.lamb_update, *arguments)
@@ -301,18 +320,17 @@ class Workload:
 
     def lamb_move(self) -> partial[None]:
         arguments = (
-            *(self.params, self.places, *self._moments(), False, self.coef),
+            *(self.params, self.places, self._moments(), False, self.coef),
             *(self.skip, None),
         )
         return partial(ops.lamb_move, *arguments)
 
     def lamb_ratio(self) -> partial[None]:
         layout, _blocks = self.layout, self.layout.n_blocks
-        frozen, fresh = (torch.rand(layout.numel, device=self.device) + 0.5 for _ in range(2))
+        fresh = torch.rand(layout.numel, device=self.device) + 0.5
         arguments = (
-            *(self.params, self.places, self._signs(), self._signs(), frozen, fresh, self.started, False),
-            *(self.preconditioned, False, self.coef, self.skip),
-            *(self.largest, None),
+            *(self.params, self.places, self._signs(), self._signs(), self._divisor(), fresh, self.started),
+            *(self.preconditioned, False, self.coef, self.skip, Ratios(self.largest, None)),
         )
         return partial(ops.lamb_ratio, *arguments)
 
@@ -350,8 +368,9 @@ class Workload:
         messages = self._messages(self.world_size)
         written = [self._scale(0.0, self.layout.n_blocks) for _ in range(3)]
         arguments = (
-            *(messages.words, messages.words[0], messages.front, self.coef, self.places.block_tensor, 1.0, 1.0, True),
-            *(self.skip, *written, self._sum(), self.skip.clone(), self._sum(), self.skip.clone(), self._sum()),
+            Received(messages.words, messages.words[0], messages.front),
+            *(self.coef, self.places.block_tensor, 1.0, 1.0, True, self.skip, Left(*written)),
+            *(Digest(self._sum(), self._sum(), self._sum()), self.skip.clone(), self.skip.clone()),
         )
         return partial(ops.close_round, *arguments)
 
@@ -369,17 +388,18 @@ class Workload:
 
     def local_step(self) -> partial[None]:
         layout, flags = self.layout, torch.zeros(1, dtype=torch.int32, device=self.device)
-        m, v = self._moments()
+        m, v, *_ = self._moments()
         # |m/denom| stays below the scale nearly everywhere, so that the buffer does not run away.
         arguments = (
-            *(self.params, self.grads, self.places, m, v, False, self.preconditioned),
+            *(self.params, self.grads, self.places, m, v),
             *(torch.zeros(layout.numel, device=self.device), self._scale(5.0, layout.n_blocks), self.coef),
-            *(self.skip, True, False, False, False, None, flags),
+            LocalStep(False, self.preconditioned, True, False, False, False),
+            *(self.skip, None, flags),
         )
         return partial(ops.local_step, *arguments)
 
     def rebuild_momentum(self) -> partial[None]:
-        m, v = self._moments()
+        m, v, *_ = self._moments()
         arguments = (
             *(self.places, self._bytes(self.world_size)),
             *(self._scale(0.1, self.layout.n_blocks), None, None, v if self.preconditioned else None, False),

@@ -31,7 +31,7 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.codes import keep_nearest, rows_of
 from ..triton_kernels.headers import Flag, Word
-from ..triton_kernels.nouns import Header, Places, Signs
+from ..triton_kernels.nouns import Codes, Compensated, Divisor, Header, Places, Sent, Signs, Stored
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
@@ -64,7 +64,7 @@ class CompressedAllReduce(Receiver):
         scale_scope: "global", "layer" or "block"; servers split scopes at chunk boundaries.
         compensated: float32, bfloat16 or codes [P] to use as the workers' c, or None to allocate zeros.
         octaves: uint8 [3, B] of these codes, of v's and of ``worker_sq``'s; None: there are none.
-        server_octaves: uint8 [B / W] to use for those of the server's c; None allocates them, if there are codes.
+        server_octaves: uint8 [1, B / W] to use for those of the server's c; None allocates them, if there are codes.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
         measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
@@ -130,13 +130,13 @@ class CompressedAllReduce(Receiver):
         self.worker_residual, self.server_residual = compensated, residual
         self.worker_sq, self.octaves = worker_sq, octaves
         self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
-        of_c, self._of_v, self._of_squares = rows_of(octaves, 3)
+        _, self._of_v, self._of_squares = rows_of(octaves, 3)
         segments = layout.scale_segments(scale_scope)
-        self.worker = ErrorFeedback(compensated, segments, norm, ternary, measures[0], of_c)
+        self.worker = ErrorFeedback(compensated, segments, norm, ternary, measures[0], octaves)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         if self.serves:
-            if server_octaves is None and of_c is not None:
-                server_octaves = torch.zeros_like(of_c[: layout.blocks_per_chunk])
+            if server_octaves is None and octaves is not None:
+                server_octaves = octaves.new_zeros(1, layout.blocks_per_chunk)
             self.server_octaves = server_octaves
             self.server = ErrorFeedback(residual, slot[self._own], norm, ternary, measures[1], server_octaves)
             self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
@@ -204,22 +204,19 @@ class CompressedAllReduce(Receiver):
         momentum_compress(
             grads,
             self.places,
-            self.worker.compensated,
-            self.worker.scale,
+            Compensated(self.worker.compensated, self.worker.scale, self.octaves, self._drawn),
             Signs(self.gathered.bits, self.scale),
             coef,
-            None if exp_avg_sq is None else exp_avg_sq[self.part.elements],
-            eps_inside_sqrt,
+            None if exp_avg_sq is None else Divisor(exp_avg_sq[self.part.elements], self._of_v, eps_inside_sqrt),
             self.to_servers.bits,
             self.worker.partials,
             self.found,
             self.hold,
             self.worker_sq,
-            self._drawn,
-            self.octaves,
         )
         if looks.tells and self.squares is not None and self.worker_sq is not None:
-            self.squares.tell(grads, self.worker_sq, self._of_squares, looks, self.part.blocks.start, self.places)
+            squares = Stored(self.worker_sq, self._of_squares)
+            self.squares.tell(grads, squares, looks, self.part.blocks.start, self.places)
 
     @property
     def means(self) -> Rows:
@@ -240,11 +237,11 @@ class CompressedAllReduce(Receiver):
 
     def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
         """Renew this part, as ``OnePart`` says."""
-        v, means = v[self.part.elements], (self.means.logs, self.means.tops)
+        v, means = v[self.part.elements], self.means.codes
         if unit.divides:
             for server in self.sides[1:]:  # it keeps no momentum
                 rank = self.transport.rank
-                chunk, own = v.view(self.layout.world_size, -1)[rank], (means[0][rank:][:1], means[1][rank:][:1])
+                chunk, own = v.view(self.layout.world_size, -1)[rank], Codes(*(each[rank:][:1] for each in means))
                 self._renew(self._own, unit, chunk, own, server, None, False)
             self._renew(None, unit, v, means, self.worker, Signs(self.gathered.bits, self.scale), writes)
         elif writes:
@@ -257,13 +254,18 @@ class CompressedAllReduce(Receiver):
         blocks: slice | None,
         unit: Unit,
         v: Tensor,
-        means: tuple[Tensor, Tensor],
+        means: Codes,
         side: ErrorFeedback | None,
         exp_avg: Signs | None,
         writes: bool,
     ) -> None:
         """Renew v of these blocks, or of all, and the unit of what a ``side`` keeps; others as for the op ``renew``."""
-        c, s, settled = (None, None, None) if side is None else (side.compensated, side.scale, side.settled)
+        c, s, settled = (
+            (None, None, None)
+            if side is None
+            else (Stored.row(side.compensated, side.octaves, 0), side.scale, side.settled)
+        )
+        of_v = None if self._of_v is None else self._of_v[blocks or slice(None)]
         renew(
             self.places if blocks is None else self.places.at(blocks),
             c,
@@ -271,14 +273,11 @@ class CompressedAllReduce(Receiver):
             settled,
             exp_avg,
             self.gathered.bits.dim() == 3,
-            unit.eps_inside_sqrt,
             unit.coef,
-            v,
-            *means,
+            Divisor(v, of_v, unit.eps_inside_sqrt),
+            means,
             unit.factors,
             writes,
-            None if side is None else side.octaves,
-            None if self._of_v is None else self._of_v[blocks or slice(None)],
         )
 
     def synchronise(self, compress: Compress, told: Told) -> None:
@@ -307,25 +306,17 @@ class CompressedAllReduce(Receiver):
         """Average what has arrived in ``gathered``, and write this server's message (line 10)."""
         # A header damaged on its way here is seen here only: pass on what was seen.
         header = self._header(told, 0, self._agreed, counts=False)
-        written: tuple[Any, ...] = (None, 0, None, 0)
-        if not self.server.measures:
-            written = (self.served.words, header.number, header.counter, header.tag)
-        more: Sequence[Any] = (*written, told.drawn, self.server.octaves)
+        words = self.to_servers.words[self.transport.rank]
         server_reduce(
-            self.gathered.bits,
-            self.gathered.scales,
-            self.gathered.words,
-            self.to_servers.words[self.transport.rank],
-            self.server.segment,
+            Sent(self.gathered.bits, self.gathered.scales, self.gathered.words, words, self.server.segment),
             self._served_places,
-            self.server.compensated,
-            self.server.scale,
+            Compensated(self.server.compensated, self.server.scale, self.server.octaves, told.drawn),
             self.served.bits,
             self.server.partials,
             self.hold,
             self._agreed,
             self.arrived_words,
-            *more,
+            *(() if self.server.measures else (self.served.words, header)),
         )
         self.flags = self._agreed
         self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None

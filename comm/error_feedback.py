@@ -11,7 +11,7 @@ from torch import Tensor
 from ..triton_kernels import finish, finish_alone, rules, settle
 from ..triton_kernels.codes import in_float32
 from ..triton_kernels.finish import Segments
-from ..triton_kernels.nouns import Coefficients, Header, Places, Side
+from ..triton_kernels.nouns import Coefficients, Compensated, Header, Places, Side, Stored
 from .message import Messages
 
 
@@ -60,7 +60,7 @@ class ErrorFeedback(Scaled):
         norm: One of ``SCALE_NORMS``' values.
         ternary: Whether zeros stay zeros.
         measures: Whether scales are measured; else messages have scales of their own.
-        octaves: uint8 [blocks] of ``compensated``, where that is in codes, uint8 [n]; else None.
+        octaves: uint8 [1 or more, blocks], in the first row those of codes in ``compensated``; None: there are none.
 
     Attributes:
         scale: float32 [blocks], s.
@@ -121,11 +121,11 @@ class ErrorFeedback(Scaled):
         if not self.compensated.numel():  # nothing is kept
             return
         self.settled += self.scale
-        settle(self.compensated, self.scale, self._ternary, self._places, self.octaves)
+        settle(Compensated(self.compensated, self.scale, self.octaves), self._ternary, self._places)
 
     def values(self) -> Tensor:
         """Return c, float32 [n]; after ``settle`` e. Where it is kept in float32, that memory."""
-        return in_float32(self.compensated, self.octaves)
+        return in_float32(*Stored.row(self.compensated, self.octaves, 0))
 
     def forget(self) -> None:
         """Drop the residual, settled before, which ``take_residuals`` has taken."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, close_parts, live_table, renew
 from ..triton_kernels.headers import CHECKED, Word, union
-from ..triton_kernels.nouns import Places
+from ..triton_kernels.nouns import Divisor, Places
 from ..triton_kernels.parts import programs_of
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all
@@ -103,7 +103,7 @@ class PartedAllReduce(FeedbackReducer):
                 scale_scope=scale_scope,
                 compensated=compensated[part.elements],
                 octaves=None if octaves is None else octaves[:, part.blocks],
-                server_octaves=None if self.server_octaves is None else self.server_octaves[i],
+                server_octaves=None if self.server_octaves is None else self.server_octaves[i : i + 1],
                 ternary=ternary,
                 part=part,
                 worker_sq=None if worker_sq is None else worker_sq.view(len(here), -1)[i],
@@ -360,10 +360,9 @@ class HierarchicalAllReduce(PartedAllReduce):
         if unit.divides:
             self.parts[0].renew_part(unit, v, False)
             self.scale.zero_()
-        how = self.gathered.bits.dim() == 3, unit.eps_inside_sqrt, unit.coef
-        means = self._means.logs, self._means.tops
-        of_v = None if self._octaves is None else self._octaves[1]
-        renew(self.places, *(None,) * 4, *how, v, *means, unit.factors, True, None, of_v)
+        ternary = self.gathered.bits.dim() == 3
+        divisor = Divisor(v, None if self._octaves is None else self._octaves[1], unit.eps_inside_sqrt)
+        renew(self.places, *(None,) * 4, ternary, unit.coef, divisor, self._means.codes, unit.factors, True)
         del self._means, self.sums
         for part in self.parts:
             if part.squares is not None:

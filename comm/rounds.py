@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
 from ..triton_kernels.headers import Flag, Word, agreed_flags, unfolded, union
-from ..triton_kernels.nouns import Places
+from ..triton_kernels.nouns import Digest, Places
+from ..triton_kernels.rounds import Left, Received
 from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
@@ -258,24 +259,17 @@ class RoundAllReduce(Reducer):
             # After full precision nothing is kept (Algorithm 1, line 12), unless all have skipped it: then the mean is.
             most = 0.0 if self.full_precision else None
         close_round(
-            words,
-            own,
-            summed,
+            Received(words, own, summed, self.arrived_heads),
             told.goes,
             self._tensor_of_all,
             told.steps,
             math.inf if most is None else most,
             self.values is None,
             self._no_flags if told.hold is None else told.hold,
-            self.scale,
-            self._taken_of_all,
-            self._limit_of_all,
-            self.digest,
+            Left(self.scale, self._taken_of_all, self._limit_of_all),
+            Digest(self.digest, self._total, told.updates),
             self.flags,
-            self._total,
             self._ticket,
-            told.updates,
-            self.arrived_heads,
         )
 
     def keep_back(self, tensors: Tensor) -> None:

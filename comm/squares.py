@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, average_squares, tell_squares
-from ..triton_kernels.nouns import Places
+from ..triton_kernels.nouns import Codes, Places, Stored
 from ..triton_kernels.projections import Projections
 from ..triton_kernels.renewal import SUMS
 from .message import ALIGNMENT
@@ -69,8 +69,13 @@ class Rows:
 
     @property
     def tops(self) -> Tensor:
-        """Return blocks' octaves, uint8 [count, blocks]."""
+        """Return the exponents of blocks' logarithms, uint8 [count, blocks]."""
         return self.buffer[:, self._elements : self._elements + self._blocks]
+
+    @property
+    def codes(self) -> Codes:
+        """Return both."""
+        return Codes(self.logs, self.tops)
 
     @property
     def numbers(self) -> Tensor:
@@ -123,8 +128,7 @@ class SharedSquares:
     def tell(
         self,
         grads: Sequence[Tensor],
-        squares: Tensor,
-        octaves: Tensor | None,
+        squares: Stored,
         looks: Looks,
         first_block: int,
         places: Places,
@@ -143,18 +147,16 @@ class SharedSquares:
             first_block,
             projections.share,
             projections.place,
-            sent.logs,
-            sent.tops,
+            sent.codes,
             sent.numbers,
-            octaves,
         )
 
     def average(self, arrived: Rows) -> None:
         """Average this rank's chunk, of rows from all ranks."""
         layout, projections, own = self._layout, self._projections, self._own
         self.served = served = Rows(layout, 1, SUMS * layout.blocks_per_chunk, self._device)
-        told = arrived.logs, arrived.tops, arrived.numbers, projections.share[own], projections.place[own]
-        average_squares(self._places, *told, served.logs[0], served.tops[0], served.sums[0])
+        told = arrived.codes, arrived.numbers, projections.share[own], projections.place[own]
+        average_squares(self._places, *told, served.codes, served.sums[0])
 
     def exchange(self, transport: Transport) -> None:
         """Average what all ranks tell.

@@ -12,6 +12,8 @@ from torch import Tensor
 from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
+from fusedonebit.triton_kernels.nouns import Digest
+from fusedonebit.triton_kernels.rounds import Left, Received
 
 MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
 LIMITS = (torch.inf, 0.5, 0.0)
@@ -64,9 +66,9 @@ def close_arguments(p: Problem, signs: bool = True, flags: int = 0, hold: int = 
     held, found, ticket = (torch.tensor([n], dtype=torch.int32) for n in (hold, -1, 0))
     return arguments_of(
         "close_round",
-        *(words, own, payload, p.coef, p.places.block_tensor, 3.0, most, signs, held, *written),
-        *(torch.tensor([-1]), found, torch.tensor([0]), ticket, torch.tensor(2**63 - 7)),
-        None if signs else p.normal(rows, 24).view(torch.uint8),
+        Received(words, own, payload, None if signs else p.normal(rows, 24).view(torch.uint8)),
+        *(p.coef, p.places.block_tensor, 3.0, most, signs, held, Left(*written)),
+        *(Digest(torch.tensor([-1]), torch.tensor([0]), torch.tensor(2**63 - 7)), found, ticket),
     )
 
 

@@ -19,7 +19,21 @@ from fusedonebit.comm import Messages
 from fusedonebit.triton_kernels import SCALE_NORMS, Coef, FlatLayout, Layer, LiveTable, live_table, rules, unpack
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import CHECKED, PARTLY, Word, folded
-from fusedonebit.triton_kernels.nouns import Arrived, Coefficients, Digest, Header, Limit, Places, Side, Signs
+from fusedonebit.triton_kernels.nouns import (
+    Arrived,
+    Coefficients,
+    Compensated,
+    Digest,
+    Divisor,
+    Header,
+    Limit,
+    Moments,
+    Places,
+    Ratios,
+    Sent,
+    Side,
+    Signs,
+)
 from fusedonebit.triton_kernels.receive import spans_of
 
 # A GPU machine may lack NumPy; there only the arguments are needed, not the transcriptions.
@@ -138,8 +152,8 @@ class Problem:
     def momentum_arguments(self, exp_avg_sq: Tensor | None = None, eps_inside_sqrt: bool = False, hold: int = 0) -> Any:
         return arguments_of(
             "momentum_compress",
-            *(self.grads, self.places, self.compensated, self.worker_scale),
-            *(self.exp_avg, self.coef, exp_avg_sq, eps_inside_sqrt),
+            *(self.grads, self.places, Compensated(self.compensated, self.worker_scale)),
+            *(self.exp_avg, self.coef, divisor(exp_avg_sq, eps_inside_sqrt)),
             *(self.bits, self.partials, self.found),
             torch.tensor([hold], dtype=torch.int32),
         )
@@ -155,7 +169,7 @@ class Problem:
     ) -> Any:
         return arguments_of(
             "apply_momentum",
-            *(self.params, self.places, self.exp_avg, exp_avg_sq, eps_inside_sqrt, self.coef),
+            *(self.params, self.places, self.exp_avg, divisor(exp_avg_sq, eps_inside_sqrt), self.coef),
             *(torch.tensor([skip], dtype=torch.int32), rounding, digest, x_squares),
         )
 
@@ -259,13 +273,13 @@ class Problem:
         elements = slice(rank * self.layout.chunk_numel, (rank + 1) * self.layout.chunk_numel)
         return arguments_of(
             "server_reduce",
-            *(
+            Sent(
                 self.exp_avg_bits,
                 self.normal(self.layout.world_size, slots).abs(),
                 *self.headers(skip),
                 slot[own].int(),
             ),
-            *(self.places.at(own), self.compensated[elements].clone(), self.worker_scale[own]),
+            *(self.places.at(own), Compensated(self.compensated[elements].clone(), self.worker_scale[own])),
             *(self.bits[:1], self.partials[:, own]),
             *(torch.tensor([hold], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32)),
             torch.full((self.layout.world_size, len(Word)), -1, dtype=torch.int32),
@@ -285,7 +299,7 @@ class Problem:
             "adam_update",
             *(self.params, self.layout.cut(self.normal(self.layout.numel))),
             self.places,
-            *(self.compensated, self.exp_avg_sq, self.coef),
+            *(Moments(self.compensated, self.exp_avg_sq), self.coef),
             torch.tensor([skip], dtype=torch.int32),
             torch.full((self.layout.n_blocks,), torch.nan, dtype=torch.float64) if sums else None,
             rounding,
@@ -294,8 +308,8 @@ class Problem:
     def lamb_update_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0, sums: bool = True) -> Any:
         given = self.update_arguments(skip, sums)
         norms = torch.full((2, self.layout.n_blocks), torch.nan, dtype=torch.float64)
-        first, rest = given[:5], (given.coef, given.skip, given.exp_avg_sq_sums)
-        return arguments_of("lamb_update", *first, eps_inside_sqrt, *rest, norms)
+        rest = (given.coef, given.skip, given.exp_avg_sq_sums)
+        return arguments_of("lamb_update", *given[:4], eps_inside_sqrt, *rest, norms)
 
     @staticmethod
     def flags_found() -> tuple[Tensor, Tensor]:
@@ -326,8 +340,7 @@ class Problem:
     def lamb_move_arguments(self, eps_inside_sqrt: bool = False, skip: int = 0, rounding: Tensor | None = None) -> Any:
         return arguments_of(
             "lamb_move",
-            *(self.params, self.places, self.compensated, self.exp_avg_sq),
-            *(eps_inside_sqrt, self.coef),
+            *(self.params, self.places, Moments(self.compensated, self.exp_avg_sq), eps_inside_sqrt, self.coef),
             *(torch.tensor([skip], dtype=torch.int32), rounding),
         )
 
@@ -345,11 +358,14 @@ class Problem:
         return arguments_of(
             "lamb_ratio",
             *(self.params, self.places, self.exp_avg),
-            *(Signs(self.bytes(self.layout.world_size), self.normal(blocks).abs()), self.exp_avg_sq, fresh),
-            *(torch.tensor([started], dtype=torch.int32), eps_inside_sqrt, preconditioned, deepspeed),
+            Signs(self.bytes(self.layout.world_size), self.normal(blocks).abs()),
+            *(divisor(self.exp_avg_sq, eps_inside_sqrt), fresh),
+            *(torch.tensor([started], dtype=torch.int32), preconditioned, deepspeed),
             *(self.coef, torch.tensor([skip], dtype=torch.int32)),
-            torch.full((blocks,), torch.nan),
-            torch.full((2, blocks), torch.nan, dtype=torch.float64) if blend else None,
+            Ratios(
+                torch.full((blocks,), torch.nan),
+                torch.full((2, blocks), torch.nan, dtype=torch.float64) if blend else None,
+            ),
         )
 
     def freeze_arguments(
@@ -389,6 +405,10 @@ class Problem:
             *(x_squares * 100, scale, self.table.numel, self.layer_start, torch.tensor([skip], dtype=torch.int32)),
             *(self.coef, self.layers, update_squares),
         )
+
+
+def divisor(exp_avg_sq: Tensor | None, eps_inside_sqrt: bool) -> Divisor | None:
+    return None if exp_avg_sq is None else Divisor(exp_avg_sq, None, eps_inside_sqrt)
 
 
 def wide(tensor: Tensor) -> Array:

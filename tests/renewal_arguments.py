@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedonebit.comm.squares import Rows
 from fusedonebit.triton_kernels import tell_squares
+from fusedonebit.triton_kernels.nouns import Codes, Divisor, Stored
 from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.renewal import FACTORS, LEVELS, SUMS
 
@@ -30,9 +31,9 @@ def rows(p: Any, count: int, numbers: int) -> Rows:
 def tell_arguments(p: Any, factor: float | None = None, first_block: int = 0, updates: int = 3) -> Any:
     places, scale = Projections.of(p.layout), None if factor is None else torch.tensor([factor])
     sent = rows(p, p.layout.world_size, places.width)
-    gradients = (p.grads, p.places, squares(p), scale, torch.tensor(updates))
+    gradients = (p.grads, p.places, Stored(squares(p)), scale, torch.tensor(updates))
     where = (first_block, places.share, places.place)
-    return arguments_of("tell_squares", *gradients, *where, sent.logs, sent.tops, sent.numbers.clone())
+    return arguments_of("tell_squares", *gradients, *where, sent.codes, sent.numbers.clone())
 
 
 def average_arguments(p: Any, workers: int = 3, rank: int = 0) -> Any:
@@ -46,10 +47,8 @@ def average_arguments(p: Any, workers: int = 3, rank: int = 0) -> Any:
     arrived.numbers[-1, :1] = torch.inf
     served = rows(p, 1, SUMS * blocks)
     where = (places.share[own], places.place[own])
-    told = (arrived.logs, arrived.tops, arrived.numbers)
-    return arguments_of(
-        "average_squares", p.places.at(own), *told, *where, served.logs[0], served.tops[0], served.sums[0]
-    )
+    told = (arrived.codes, arrived.numbers)
+    return arguments_of("average_squares", p.places.at(own), *told, *where, served.codes, served.sums[0])
 
 
 def level_arguments(p: Any, flags: int = 0, absent: bool = False, wide: bool = False) -> Any:
@@ -87,18 +86,19 @@ def renew_arguments(
     """The worker's side, or a server's of the second chunk, or of what nothing was divided by."""
     tell = tell_arguments(p)
     tell_squares(*tell)
-    logs, tops = tell.logs, tell.tops
+    means = tell.logs
     v = torch.where(p.live_mask, p.exp_avg_sq, 0.0)
     v[: p.layout.block_size] = 0.0  # of a tensor that waits
     v = v.bfloat16() if half else v
     tables = p.normal(FACTORS, len(p.layout.sizes)).abs() * torch.tensor([[1.0], [0.1], [0.01]])
     tables[1, -1] = 0.0  # of a tensor whose v stays
-    side = (p.compensated, p.worker_scale, torch.zeros_like(p.worker_scale)) if divided else (None,) * 3
+    side = (Stored(p.compensated), p.worker_scale, torch.zeros_like(p.worker_scale)) if divided else (None,) * 3
     exp_avg = p.exp_avg if divided and not server else None
-    places, where = p.places, (v, logs, tops, tables)
+    places = p.places
     if server:
         blocks = slice(p.layout.blocks_per_chunk, 2 * p.layout.blocks_per_chunk)
         elements = slice(blocks.start * p.layout.block_size, blocks.stop * p.layout.block_size)
-        side = (side[0][elements], *(each[blocks] for each in side[1:]))
-        places, where = p.places.at(blocks), (v[elements], logs[1:2], tops[1:2], tables)
-    return arguments_of("renew", places, *side, exp_avg, p.ternary, inside, p.coef, *where, writes)
+        side = (Stored(p.compensated[elements]), *(each[blocks] for each in side[1:]))
+        places, v, means = p.places.at(blocks), v[elements], Codes(*(each[1:2] for each in means))
+    where = (Divisor(v, None, inside), means, tables)
+    return arguments_of("renew", places, *side, exp_avg, p.ternary, p.coef, *where, writes)

@@ -10,12 +10,12 @@ from backends import assert_equal_backends, problem
 from reference_ops import EPS32, Problem, wide
 from test_kernels import EACH_SIZE, block_of
 from test_ops_reduce_and_update import DTYPES, MASKS, MIXED, check_moved, every_size, same_bits
-from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import Coef
-from fusedonebit.triton_kernels.codes import encode
+from fusedonebit.triton_kernels.codes import keep_nearest
 from fusedonebit.triton_kernels.headers import PARTLY
+from fusedonebit.triton_kernels.nouns import Moments
 from fusedonebit.triton_kernels.tables import EMPTY_ROW
 
 UNCOUNTED = (torch.nan, torch.inf, -torch.inf, 3e38, -2e19)
@@ -102,7 +102,7 @@ def test_moments_in_bfloat16_are_neighbours_of_exact_ones_and_exact_on_average()
         drawn.fill_(draw)
         for g, was in zip(arguments.grads, grads, strict=True):
             g.copy_(was)
-        ops.adam_update(*arguments, *halves.flags_found(), drawn)
+        ops.adam_update(*arguments._replace(moments_drawn=drawn), *halves.flags_found())
         for total, found in zip(totals, (halves.compensated, halves.exp_avg_sq), strict=True):
             total += found.double()
     for total, kept, wanted in zip(
@@ -157,13 +157,16 @@ def with_uncounted(p: Problem, arguments: tuple) -> tuple:
     return arguments._replace(grads=grads, found=found, found_before=found_before)
 
 
-def in_fewer_bits(x: Tensor, *octaves: Tensor, signed: bool) -> Tensor:
-    """In bfloat16, or in codes of these ``octaves``, which are written."""
-    if not octaves:
-        return x.bfloat16()
-    codes = torch.empty(x.shape, dtype=torch.uint8)
-    encode(x.view(len(octaves[0]), -1), codes.view(len(octaves[0]), -1), *octaves, signed=signed, nonzero=not signed)
-    return codes
+def in_fewer_bits(p: Problem, coded: bool) -> Moments:
+    """The problem's moments in bfloat16, or in codes."""
+    drawn = torch.tensor(12_345)
+    if not coded:
+        return Moments(p.compensated.bfloat16(), p.exp_avg_sq.bfloat16(), None, drawn)
+    codes = [torch.empty(p.layout.numel, dtype=torch.uint8) for _ in range(2)]
+    moments = Moments(*codes, torch.zeros(2, p.layout.n_blocks, dtype=torch.uint8), drawn)
+    for x, stored, signed in zip((p.compensated, p.exp_avg_sq), moments.stored, (True, False), strict=True):
+        keep_nearest(x, *stored, signed=signed)
+    return moments
 
 
 @pytest.mark.long(but=8, full=True)
@@ -178,18 +181,12 @@ def test_adam_update_of_moments_in_fewer_bits_equals_eager(sizes, coded, uncount
         p.exp_avg_sq.mul_(p.live_mask)
         for moment in (p.compensated, p.exp_avg_sq):  # further below their blocks' largest than codes reach
             moment[::4] *= 2.0**-40
-        octaves = (torch.zeros(2, p.layout.n_blocks, dtype=torch.uint8),) if coded else ()
-        p.compensated, p.exp_avg_sq = (
-            in_fewer_bits(x, *(tops[i] for tops in octaves), signed=i == 0)
-            for i, x in enumerate((p.compensated, p.exp_avg_sq))
-        )
         found, found_before = p.flags_found()
-        arguments = p.update_arguments(sums=False)._replace(found=found, found_before=found_before)
+        how = {"moments": in_fewer_bits(p, coded), "found": found, "found_before": found_before}
+        arguments = p.update_arguments(sums=False)._replace(**how)
         for g in arguments.grads:
             g[::4] *= 2.0**-24
-        if uncounted:
-            arguments = with_uncounted(p, arguments)
-        return arguments._replace(drawn=torch.tensor(12_345), octaves=octaves[0] if octaves else None)
+        return with_uncounted(p, arguments) if uncounted else arguments
 
     assert_equal_backends("adam_update", make)
 
@@ -217,20 +214,14 @@ def test_a_part_of_the_index_space_is_updated_as_the_whole_is(coded):
     def make(whole: bool) -> tuple:
         p = Problem(sizes, 1, block, masks={1: torch.arange(1100) % 7 > 0}, dtype=torch.bfloat16)
         p.exp_avg_sq.mul_(p.live_mask)
-        blocks, correction = p.layout.n_blocks, torch.full((p.layout.numel,), 5, dtype=torch.int8)
-        octaves = (torch.zeros(2, blocks, dtype=torch.uint8),) if coded else ()
-        p.compensated, p.exp_avg_sq = (
-            in_fewer_bits(x, *(tops[i] for tops in octaves), signed=i == 0)
-            for i, x in enumerate((p.compensated, p.exp_avg_sq))
-        )
+        moments, correction = in_fewer_bits(p, coded), torch.full((p.layout.numel,), 5, dtype=torch.int8)
         grads = p.layout.cut(p.normal(p.layout.numel))
         at = 0 if whole else p.layout.first_block[1]
         flat, these, parts = slice(at * block, None), slice(at, None), slice(int(not whole), None)
         owners = p.places.block_tensor[these] - int(not whole)
         places = p.places.at(these)._replace(sizes=sizes[parts], block_tensor=owners)
-        first = (p.params[parts], grads[parts], places, p.compensated[flat], p.exp_avg_sq[flat], p.coef[parts])
-        zero, drawn = torch.zeros(1, dtype=torch.int32), torch.tensor(77)
-        how = (zero, None, drawn, *p.flags_found(), drawn, *([octaves[0][:, these]] if coded else [None]))
+        first = (p.params[parts], grads[parts], places, moments.at(flat, these), p.coef[parts])
+        how = (torch.zeros(1, dtype=torch.int32), None, moments.drawn, *p.flags_found())
         return *first, *how, correction[flat], None if whole else torch.tensor([at], dtype=torch.int32)
 
     assert_equal_backends("adam_update", lambda: make(False))
@@ -239,5 +230,6 @@ def test_a_part_of_the_index_space_is_updated_as_the_whole_is(coded):
     ops.adam_update(*part)
     after = int(part[-1]) * block
     assert all(map(torch.equal, whole[0][1:], part[0]))
-    for at in (3, 4, 13):  # both moments and the correction
-        assert torch.equal(whole[at][after:], part[at])
+    for one, other in zip(whole[3][:2], part[3][:2], strict=True):  # both moments
+        assert torch.equal(one[after:], other)
+    assert torch.equal(whole[10][after:], part[10])  # the correction

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedonebit.triton_kernels import Coef, close_round, using
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, folded
-from fusedonebit.triton_kernels.rounds import SPAN
+from fusedonebit.triton_kernels.rounds import SPAN, Received
 
 SOME = (300, 0, 5, 2048, 129)
 BACKENDS = ("plain", "triton", pytest.param("native", marks=pytest.mark.needs_compiler))
@@ -29,6 +29,11 @@ def steps_of(arguments: tuple) -> Tensor:
     return k[:, Coef.LR] * k[:, Coef.GLOBAL_RATIO] * 3.0
 
 
+def checksum_in(arguments: tuple) -> int:
+    _, _, summed, heads = arguments.received
+    return int(checksum_of(summed, arguments.digest_updates, heads))
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("sizes", "world_size", "given"),
@@ -43,9 +48,9 @@ def steps_of(arguments: tuple) -> Tensor:
 )
 def test_close_round_equals_eager(sizes, world_size, given):
     def make() -> tuple:
-        words, own, summed, *rest, heads = arguments_of(*given, sizes=sizes, world_size=world_size)
+        (words, own, summed, heads), *rest = arguments_of(*given, sizes=sizes, world_size=world_size)
         # Where there are many ranks, some of the messages do.
-        return words, own, summed[:17], *rest, None if heads is None else heads[:17]
+        return Received(words, own, summed[:17], None if heads is None else heads[:17]), *rest
 
     assert_equal_backends("close_round", make)
 
@@ -57,8 +62,8 @@ def test_it_gives_the_same_bits_again_and_leaves_its_scratch_at_zero(backend):
     for _ in range(3):
         with using(backend):
             close_round(*arguments)
-        assert int(arguments.total) == int(arguments.ticket) == 0
-        runs.append([t.clone() for t in arguments[9:14]])
+        assert int(arguments.digest_running) == int(arguments.ticket) == 0
+        runs.append([t.clone() for t in (*arguments.left, arguments.digest_sums, arguments.flags)])
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
@@ -66,11 +71,13 @@ def test_it_gives_the_same_bits_again_and_leaves_its_scratch_at_zero(backend):
 @pytest.mark.parametrize("limit", [0.5, torch.inf])
 def test_signs_go_eta_s_and_bound_what_is_left_where_anything_moves(limit):
     arguments = arguments_of(True, most=limit)
-    scale, taken, bound, digest, flags = arguments[9:14]
+    (scale, taken, bound), (digest, *_), flags = arguments[7:10]
     close_round(*arguments)
     eta_s = steps_of(arguments)
     assert int(flags) == 0
-    assert int(folded(digest)) == int(checksum_of(arguments.summed, *arguments[16:]))
+    assert int(folded(digest)) == int(
+        checksum_of(arguments.received_summed, arguments.digest_updates, arguments.received_heads)
+    )
     assert torch.equal(scale, eta_s)
     assert torch.equal(taken, eta_s)
     assert torch.equal(bound, torch.where(eta_s > 0, eta_s * limit, torch.inf))
@@ -81,9 +88,11 @@ def test_signs_go_eta_s_and_bound_what_is_left_where_anything_moves(limit):
 @pytest.mark.parametrize("most", [0.0, torch.inf])
 def test_of_floats_nothing_is_taken_but_all_that_exceeds_the_bound(most):
     arguments = arguments_of(False, most=most)
-    _, taken, bound, digest, _ = arguments[9:14]
+    (_, taken, bound), (digest, *_), _ = arguments[7:10]
     close_round(*arguments)
-    assert int(folded(digest)) == int(checksum_of(arguments.summed, *arguments[16:]))
+    assert int(folded(digest)) == int(
+        checksum_of(arguments.received_summed, arguments.digest_updates, arguments.received_heads)
+    )
     assert not taken.any()
     assert (bound == most).all()
 
@@ -93,11 +102,11 @@ def test_of_floats_nothing_is_taken_but_all_that_exceeds_the_bound(most):
 def test_a_header_that_differs_or_has_a_flag_skips_the_round_and_flags_are_cleared(word, signs):
     flag = int(Flag.NONFINITE) * (word == Word.FLAGS)
     arguments = arguments_of(signs, flag, int(Flag.OVERFLOW) * (word == "hold"))
-    words, own = arguments[:2]
+    words, own, *_ = arguments.received
     if word in range(CHECKED):
         words[1, word] += 1
     own[Word.FLAGS] = flag
-    scale, taken, bound, _, flags = arguments[9:14]
+    (scale, taken, bound), _, flags = arguments[7:10]
     expected, before = int(agreed_flags(words, own, arguments.hold)), words.clone()
     close_round(*arguments)
     assert int(flags) == expected != 0

@@ -129,14 +129,10 @@ def test_a_kernel_moves_masters_beside_codes_and_gradients_that_do_not_count_as_
     def make() -> tuple:
         p = Problem(SIZES, 2, 128, masks=MASKED["masks"], dtype=torch.bfloat16)
         p.exp_avg_sq.mul_(p.live_mask)
-        octaves = torch.zeros(2, p.layout.n_blocks, dtype=torch.uint8)
-        p.compensated, p.exp_avg_sq = (
-            in_fewer_bits(x, octaves[i], signed=i == 0) for i, x in enumerate((p.compensated, p.exp_avg_sq))
-        )
         rounding = None if kept is INT16 else torch.tensor(3)
         given = with_uncounted(p, p.update_arguments(0, False, rounding))
         correction = torch.full((p.layout.numel,), -77, dtype=kept)
-        return given._replace(drawn=torch.tensor(12_345), octaves=octaves, correction=correction)
+        return given._replace(moments=in_fewer_bits(p, True), correction=correction)
 
     assert_equal_backends("adam_update", make)
 
@@ -150,7 +146,7 @@ def test_a_kernel_parts_nan_infinity_and_the_largest_as_eager(op, kept):
         given.params[0][:7] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40, 0.0]).bfloat16()
         given.correction[:300:3] = torch.iinfo(kept).min
         # The NaN that GPUs make: a carry would make -0.0 of it.
-        held, at = (given.exp_avg, 200) if op == "adam_update" else (given.exp_avg.scale, 1)
+        held, at = (given.moments.exp_avg, 200) if op == "adam_update" else (given.exp_avg.scale, 1)
         held.view(torch.int32)[at] = 0x7FFFFFFF
         return given
 

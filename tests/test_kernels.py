@@ -25,7 +25,7 @@ from fusedonebit.triton_kernels import (
 )
 from fusedonebit.triton_kernels.finish import Segments
 from fusedonebit.triton_kernels.headers import Word, unfolded
-from fusedonebit.triton_kernels.nouns import Header
+from fusedonebit.triton_kernels.nouns import Compensated, Header
 from fusedonebit.triton_kernels.op import OPS, launches
 
 pytestmark = pytest.mark.kernels
@@ -76,7 +76,8 @@ def test_momentum_compress_that_follows_squares_equals_eager(dtype, precondition
         own = torch.randn(p.layout.numel, generator=torch.Generator().manual_seed(5)).square()
         own = torch.where(p.table.mask(), own, 0.0).to(kept)
         rounding = torch.tensor(2**33 + 5) if kept is BFLOAT16 else None
-        return (*p.momentum_arguments(p.exp_avg_sq if preconditioned else None), own, rounding)
+        arguments = p.momentum_arguments(p.exp_avg_sq if preconditioned else None)
+        return arguments._replace(worker_sq=own, compensated_drawn=rounding)
 
     assert_equal_backends("momentum_compress", make)
 
@@ -95,7 +96,7 @@ def test_squares_in_bfloat16_are_rounded_without_bias():
     p, updates = problem((4096,), 1, 1024), 400
     own, exact = torch.ones(p.layout.numel).bfloat16(), torch.ones(p.layout.numel).double()
     for t in range(updates):
-        triton_kernels.momentum_compress(*p.momentum_arguments(), own, torch.tensor(t))
+        triton_kernels.momentum_compress(*p.momentum_arguments()._replace(compensated_drawn=torch.tensor(t)), own)
         square = p.flat(p.grads).astype(float) ** 2
         exact = exact * float(p.column(Coef.BETA2)[0]) + float(p.column(Coef.ONE_MINUS_BETA2)[0]) * square
     off = (own.double() / exact - 1).numpy()
@@ -162,23 +163,24 @@ def test_a_server_whose_scales_are_no_measured_ones_writes_the_header_that_finis
 
     def make(*header) -> tuple:
         arguments = problem((3000, 70), 4, 128).server_arguments(skip=flags, hold=hold)
-        return made("server_reduce", (*arguments._replace(compensated=torch.empty(0)), *header))
+        return made("server_reduce", (*arguments._replace(compensated_numbers=torch.empty(0)), *header))
 
     def given() -> tuple:
-        return own.clone(), number, None if step is None else step.clone(), tag
+        pending = torch.zeros(1, dtype=torch.int32)
+        return own.clone(), Header(number, None if step is None else step.clone(), False, tag, 0, pending)
 
     assert_equal_backends("server_reduce", lambda: make(*given()))
     alone, together = make(), make(*given())
     triton_kernels.server_reduce(*alone)
     triton_kernels.server_reduce(*together)
     written, nothing = own.clone(), torch.zeros(0, dtype=torch.int64)
-    digest = torch.tensor([unfolded(int(alone.own_words[Word.DIGEST]))])
+    digest = torch.tensor([unfolded(int(alone.arrived_own_words[Word.DIGEST]))])
     triton_kernels.finish(
         *(torch.zeros(2, 6, dtype=torch.float64), Segments.of(nothing, torch.ones(6)), 2),
         *(torch.zeros(6, dtype=torch.int32), torch.ones(1, 6), written),
         *(Header(number, step, False, tag, 0, alone.flags.clone()), digest, torch.tensor([hold]).int()),
     )
-    assert torch.equal(together.header, written)
+    assert torch.equal(together.words, written)
     for one, other in zip(tensors(alone), tensors(together), strict=False):
         assert torch.equal(one.isnan(), other.isnan())
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -187,11 +189,11 @@ def test_a_server_whose_scales_are_no_measured_ones_writes_the_header_that_finis
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_server_that_keeps_nothing_equals_eager_and_one_without_residual(world_size):
     def make() -> tuple:
-        return problem((3000, 70), world_size, 128).server_arguments()._replace(compensated=torch.empty(0))
+        return problem((3000, 70), world_size, 128).server_arguments()._replace(compensated_numbers=torch.empty(0))
 
     assert_equal_backends("server_reduce", make)
-    without, scale = make(), make().server_scale
-    kept = make()._replace(compensated=torch.zeros(len(scale) * 128), server_scale=torch.zeros_like(scale))
+    without, scale = make(), make().compensated_scale
+    kept = make()._replace(compensated=Compensated(torch.zeros(len(scale) * 128), torch.zeros_like(scale)))
     for arguments in (without, kept):
         triton_kernels.server_reduce(*arguments)
     assert torch.equal(without.bits, kept.bits)

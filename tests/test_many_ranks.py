@@ -34,12 +34,12 @@ def test_programs_of_server_reduce_keep_all_headers_between_them(world_size):
 
 def test_server_reduce_of_zero_scales_has_eagers_zeros():
     def make() -> tuple:
-        given = list(problem((3000,), 9, 128).server_arguments())
-        given[0][:, ::2] = 0  # nothing but minus signs
-        given[1].zero_()
-        given[6].zero_()[::2] = -0.0
-        given[7].zero_()
-        return tuple(given)
+        given = problem((3000,), 9, 128).server_arguments()
+        given.arrived_bits[:, ::2] = 0  # nothing but minus signs
+        given.arrived_scales.zero_()
+        given.compensated_numbers.zero_()[::2] = -0.0
+        given.compensated_scale.zero_()
+        return given
 
     assert_equal_backends("server_reduce", make)
 

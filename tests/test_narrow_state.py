@@ -21,6 +21,7 @@ from fusedonebit import Lamb, Numerics, OneBitAdam, OneBitLamb, Wire, dcp, trito
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import settle
 from fusedonebit.triton_kernels.codes import in_float32, keep_nearest
+from fusedonebit.triton_kernels.nouns import Compensated, Divisor, Moments, Stored
 
 SIZES = (300, 0, 5, 2048, 129)
 MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}
@@ -44,21 +45,19 @@ def narrow(kind: str, state: str, **more: Any) -> OneBitAdam:
     return by_name(OneBitAdam)(params(), 1e-3, state=state, guard="off", **KINDS[kind], **more)
 
 
-def kept(x: Tensor, state: str, signed: bool = True) -> tuple[Tensor, Tensor | None]:
-    """What x, float32 [P] in blocks of 128, is kept as, and octaves of codes."""
+def kept(x: Tensor, state: str, signed: bool = True) -> Stored:
+    """What x, float32 [P] in blocks of 128, is stored as."""
     if state == "bf16":
-        return x.bfloat16(), None
-    codes, octaves = torch.zeros(x.shape, dtype=torch.uint8), torch.zeros(len(x) // 128, dtype=torch.uint8)
-    keep_nearest(x, codes, octaves, signed=signed)
-    return codes, octaves
+        return Stored(x.bfloat16())
+    codes, exponents = torch.zeros(x.shape, dtype=torch.uint8), torch.zeros(len(x) // 128, dtype=torch.uint8)
+    keep_nearest(x, codes, exponents, signed=signed)
+    return Stored(codes, exponents)
 
 
-def in_codes(*octaves: Tensor | None) -> Tensor | None:
-    """Octaves of c, v and squares in one table."""
-    given = next((each for each in octaves if each is not None), None)
-    if given is None:
-        return None
-    return torch.stack([torch.zeros_like(given) if each is None else each for each in octaves])
+def rows_of(*stored: Stored) -> Tensor | None:
+    """The exponents of several in one table, uint8 [rows, B]; None where they are no codes."""
+    found = [each.exponents for each in stored if each.exponents is not None]
+    return torch.stack(found) if found else None
 
 
 # ---------------------------------------------------------------- ops
@@ -73,11 +72,11 @@ def test_every_backend_compresses_from_and_to_fewer_bits_alike(ternary, follows,
     def make() -> tuple:
         p = problem(SIZES, 2, 128, ternary=ternary, masks=MASKS)
         p.grads[0].view(-1)[3] = torch.inf  # of which c keeps nothing
-        p.compensated, of_c = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
-        v, of_v = kept(p.exp_avg_sq, state, signed=False)
-        own, of_own = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
-        squares = (own, LATER) if follows else (None, LATER)
-        return *p.momentum_arguments(v), *squares, in_codes(of_c, of_v, of_own)
+        c = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
+        v, v_of_live = (kept(x, state, signed=False) for x in (p.exp_avg_sq, p.exp_avg_sq * p.table.mask()))
+        compensated = Compensated(c.numbers, p.worker_scale, rows_of(c, v, v_of_live), LATER)
+        how = {"compensated": compensated, "exp_avg_sq": Divisor(*v, False), "worker_sq": v_of_live.numbers}
+        return p.momentum_arguments()._replace(**how if follows else how | {"worker_sq": None})
 
     assert_equal_backends("momentum_compress", make)
 
@@ -91,8 +90,8 @@ def test_every_backend_serves_from_and_to_fewer_bits_alike(world_size, ternary, 
     def make() -> tuple:
         p = problem(SIZES, world_size, 128, ternary=ternary, masks=MASKS)
         arguments = p.server_arguments("layer", world_size - 1)
-        compensated, octaves = kept(arguments.compensated, state)
-        return arguments._replace(compensated=compensated, drawn=LATER, octaves=octaves)
+        c = kept(arguments.compensated.numbers, state)
+        return arguments._replace(compensated=Compensated(c.numbers, arguments.compensated.scale, rows_of(c), LATER))
 
     assert_equal_backends("server_reduce", make)
 
@@ -103,12 +102,11 @@ def test_every_backend_serves_from_and_to_fewer_bits_alike(world_size, ternary, 
 def test_every_backend_brings_fewer_bits_to_another_unit_alike(how, state):
     def make() -> tuple:
         arguments = renew_arguments(problem(SIZES, 2, 128, masks=MASKS), **how)
-        v, of_v = kept(arguments.exp_avg_sq, state, signed=False)
-        arguments = arguments._replace(exp_avg_sq=v, v_octaves=of_v)
+        v = kept(arguments.exp_avg_sq.numbers, state, signed=False)
+        arguments = arguments._replace(exp_avg_sq=Divisor(*v, False))
         if arguments.compensated is None:
             return arguments
-        compensated, octaves = kept(arguments.compensated, state)
-        return arguments._replace(compensated=compensated, octaves=octaves)
+        return arguments._replace(compensated=kept(arguments.compensated.numbers, state))
 
     assert_equal_backends("renew", make)
 
@@ -117,24 +115,18 @@ def test_every_backend_brings_fewer_bits_to_another_unit_alike(how, state):
 def test_every_backend_tells_squares_that_are_codes_alike():
     def make() -> tuple:
         arguments = tell_arguments(problem(SIZES, 2, 128, masks=MASKS))
-        worker_sq, octaves = kept(arguments.worker_sq, "8bit", signed=False)
-        return arguments._replace(worker_sq=worker_sq, octaves=octaves)
+        return arguments._replace(worker_sq=kept(arguments.worker_sq.numbers, "8bit", signed=False))
 
     assert_equal_backends("tell_squares", make)
 
 
 def compressed(p: Problem, start: Tensor, state: str, updates: int) -> tuple[Tensor, Tensor, Tensor]:
     """c from ``start`` as it is kept, float32, its bits and its sums."""
-    octaves = None
-    if state == "fp32":
-        p.compensated = start.clone()
-    else:
-        p.compensated, of_c = kept(start, state)
-        octaves = in_codes(of_c, None, None)
-    v = p.exp_avg_sq if octaves is None else None
-    triton_kernels.momentum_compress(*p.momentum_arguments(v), None, torch.tensor(updates), octaves)
-    c = in_float32(p.compensated, None if octaves is None else octaves[0])
-    return c.clone(), p.bits.clone(), p.partials.clone()
+    stored = Stored(start.clone()) if state == "fp32" else kept(start, state)
+    arguments = p.momentum_arguments(p.exp_avg_sq if stored.exponents is None else None)
+    compensated = Compensated(stored.numbers, p.worker_scale, rows_of(stored), torch.tensor(updates))
+    triton_kernels.momentum_compress(*arguments._replace(compensated=compensated))
+    return in_float32(*compensated.stored).clone(), p.bits.clone(), p.partials.clone()
 
 
 UNIT = {"bf16": 2.0**-7, "8bit": 2.0**-3}
@@ -144,8 +136,7 @@ UNIT = {"bf16": 2.0**-7, "8bit": 2.0**-3}
 @each_state
 def test_what_is_kept_is_a_neighbour_of_what_float32_has_and_the_same_on_average(state):
     p, draws = problem((3072,), 1, 128), 400
-    start, of_start = kept(p.compensated, state)
-    start = in_float32(start, of_start)
+    start = in_float32(*kept(p.compensated, state))
     if state == "8bit":
         p.exp_avg_sq = None
     exact, _, _ = compressed(p, start, "fp32", 0)
@@ -165,15 +156,16 @@ def test_what_is_kept_is_a_neighbour_of_what_float32_has_and_the_same_on_average
 @each_state
 def test_what_is_sent_and_what_is_kept_add_up_to_what_was_compressed(state):
     p = problem((3072,), 1, 128)
-    start, of_start = kept(p.compensated, state)
-    c, bits, partials = compressed(p, in_float32(start, of_start), state, 7)
+    start = in_float32(*kept(p.compensated, state))
+    c, bits, partials = compressed(p, start, state, 7)
     rows = c.double().view(-1, 128)
     assert torch.equal(triton_kernels.unpack(bits).view_as(rows) > 0, rows >= 0)
     torch.testing.assert_close(partials, torch.stack([rows.abs().sum(1), rows.square().sum(1)]), rtol=1e-12, atol=0)
-    scale, (residual, octaves) = torch.full((len(rows),), 0.25), kept(c, state)
-    settle(residual, scale.clone(), False, p.places, octaves)
+    again = kept(c, state)
+    residual = Compensated(again.numbers, torch.full((len(rows),), 0.25), rows_of(again))
+    settle(residual, False, p.places)
     sent = 0.25 * torch.where(rows >= 0, 1.0, -1.0)
-    left = in_float32(residual, octaves).double().view_as(rows)
+    left = in_float32(*residual.stored).double().view_as(rows)
     most = torch.maximum((rows - sent).abs(), (rows - sent).abs().amax(1, keepdim=True) * 2.0**-15)
     assert ((left + sent - rows).abs() <= most * UNIT[state] / 2).all()
 
@@ -185,13 +177,13 @@ def test_every_backend_takes_a_step_of_lamb_from_and_to_fewer_bits_alike(inside,
     def make(found: bool = True) -> tuple:
         p = problem(SIZES, 2, 128, masks=MASKS)
         p.grads[0].view(-1)[3] = torch.inf
-        m, of_m = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
-        v, of_v = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
-        moments = {"exp_avg": m, "exp_avg_sq": v, "octaves": in_codes(of_m, of_v, None)}
+        v = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
+        m = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
+        moments = Moments(m.numbers, v.numbers, rows_of(m, v), LATER)
         if not found:
-            return p.lamb_move_arguments(inside)._replace(**moments)
+            return p.lamb_move_arguments(inside)._replace(moments=moments)
         flags = dict(zip(("found", "found_before"), p.flags_found(), strict=True))
-        return p.lamb_update_arguments(inside)._replace(**moments, **flags, drawn=LATER)
+        return p.lamb_update_arguments(inside)._replace(moments=moments, **flags)
 
     assert_equal_backends("lamb_update", make)
     assert_equal_backends("lamb_move", lambda: make(found=False))

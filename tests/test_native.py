@@ -128,14 +128,14 @@ def test_c_kernels_are_refused_for_other_devices_and_where_there_are_none(monkey
 def test_tensors_that_c_would_misread_are_named():
     with using("native"):
         given = Problem((300,), 1, 128).momentum_arguments()
-        arguments = given._replace(compensated=given.compensated.double())
+        arguments = given._replace(compensated_numbers=given.compensated_numbers.double())
         with pytest.raises(
             TypeError, match=r"must be torch.float32 or torch.bfloat16 or torch.uint8, got torch.float64"
         ):
             triton_kernels.momentum_compress(*arguments)
-        arguments = given._replace(worker_scale=torch.zeros(6)[::2])
+        arguments = given._replace(compensated_scale=torch.zeros(6)[::2])
         with pytest.raises(
-            ValueError, match=r"worker_scale must be dense along its last dimension, got strides \(2,\)"
+            ValueError, match=r"compensated_scale must be dense along its last dimension, got strides \(2,\)"
         ):
             triton_kernels.momentum_compress(*arguments)
 
@@ -144,9 +144,9 @@ def test_tensors_that_c_would_misread_are_named():
 @pytest.mark.parametrize(
     ("op", "arguments", "name"),
     [
-        ("momentum_compress", lambda p: p.momentum_arguments(), "compensated"),
-        ("server_reduce", lambda p: p.server_arguments(), "compensated"),
-        ("adam_update", lambda p: p.update_arguments(sums=False), "exp_avg"),
+        ("momentum_compress", lambda p: p.momentum_arguments(), "compensated_numbers"),
+        ("server_reduce", lambda p: p.server_arguments(), "compensated_numbers"),
+        ("adam_update", lambda p: p.update_arguments(sums=False), "moments_exp_avg"),
         ("lamb_update", lambda p: p.lamb_update_arguments(sums=False), "norms"),
     ],
     ids=["momentum_compress", "server_reduce", "adam_update", "lamb_update"],
@@ -165,7 +165,7 @@ def test_tensors_that_are_too_short_are_named_before_anything_is_read():
     given, one = Problem((300,), 4, 128).momentum_arguments(torch.ones(512)), torch.zeros(1, dtype=torch.int32)
     ways = [
         ({"places": given.places._replace(live_row=one)}, "block for each chunk"),
-        ({"exp_avg_sq": torch.ones(7)}, "exp_avg_sq must have at least 512 elements, got 7"),
+        ({"exp_avg_sq_numbers": torch.ones(7)}, "exp_avg_sq_numbers must have at least 512 elements, got 7"),
         ({"places": given.places._replace(block_tensor=one)}, "block_tensor must have at least 4 elements, got 1"),
     ]
     for changes, told in ways:

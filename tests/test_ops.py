@@ -31,6 +31,7 @@ from zero_one_arguments import WAYS, lion_arguments, local_step_arguments, rebui
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import SCALE_NORMS, TAIL, Coef, pack, unpack
+from fusedonebit.triton_kernels.nouns import Compensated
 from fusedonebit.triton_kernels.op import OPS
 
 OURS = [name for name in OPS if hasattr(ops, name)]
@@ -322,7 +323,7 @@ def test_momentum_compress_repeats_its_bits(size):
 @pytest.mark.parametrize("live", [{}, {"masks": MASKS, "excluded": [2]}])
 def test_settling_changes_no_later_bit(live, ternary):
     settled, deferred = (Problem(MIXED, 3, **live, ternary=ternary) for _ in range(2))
-    ops.settle(settled.compensated, settled.worker_scale, ternary, settled.places)
+    ops.settle(Compensated(settled.compensated, settled.worker_scale), ternary, settled.places)
     assert not same_bits(settled.compensated, deferred.compensated)
     for p in (settled, deferred):
         ops.momentum_compress(*p.momentum_arguments())
@@ -336,12 +337,12 @@ def test_settle_leaves_the_residual_and_none_where_nothing_is_live(ternary):
     p = Problem(MIXED, 3, masks=MASKS)
     p.compensated[1], p.compensated[2] = 0.0, -0.0
     c, s = p.compensated.numpy().copy(), p.by_element(p.worker_scale).astype(np.float32)
-    ops.settle(p.compensated, p.worker_scale, ternary, p.places)
+    ops.settle(Compensated(p.compensated, p.worker_scale), ternary, p.places)
     expected = np.where(p.live, c - s * reference.sign(c, ternary).astype(np.float32), 0)
     assert np.array_equal(p.compensated.numpy(), expected)
     assert not p.worker_scale.any()
     again = p.compensated.clone()
-    ops.settle(p.compensated, p.worker_scale, ternary, p.places)
+    ops.settle(Compensated(p.compensated, p.worker_scale), ternary, p.places)
     assert same_bits(again, p.compensated)
 
 

@@ -82,15 +82,15 @@ def test_renew_equals_eager(how, ternary):
 def told(arguments: tuple, p: object) -> tuple[Tensor, Tensor]:
     """Squares as they are told, float32 [P], and projections."""
     tell_squares(*arguments)
-    logs, tops, numbers = arguments[-3:]
-    return decode(logs.reshape(-1, p.layout.block_size), tops.reshape(-1)).view(-1), numbers
+    (codes, exponents), numbers = arguments.logs, arguments.projections
+    return decode(codes.reshape(-1, p.layout.block_size), exponents.reshape(-1)).view(-1), numbers
 
 
 def test_a_worker_tells_its_squares_and_sums_of_its_gradient_with_random_signs():
     p = problem(SIZES, 3, 128, masks=MASKS)
     arguments = tell_arguments(p, factor=0.5)
     found, numbers = told(arguments, p)
-    own, block_size, places = arguments.worker_sq, p.layout.block_size, Projections.of(p.layout)
+    own, block_size, places = arguments.worker_sq.numbers, p.layout.block_size, Projections.of(p.layout)
     largest = own.view(-1, block_size).amax(1).repeat_interleave(block_size)
     seen = own > largest * 2.0**-30
     torch.testing.assert_close(found[seen], own[seen], rtol=1 / 16 + 1e-6, atol=0)
@@ -106,17 +106,18 @@ def test_a_server_tells_the_mean_and_the_sums_of_what_it_tells():
     p = problem(SIZES, 2, 128, masks=MASKS)
     arguments = average_arguments(p, 3, rank=1)
     average_squares(*arguments)
-    places, arrived_logs, arrived_tops, numbers, share, place, logs, tops, sums = arguments
+    places, arrived, numbers, share, place, means, sums = arguments
     block_size = places.block_size
-    each = [decode(a.view(-1, block_size), b) for a, b in zip(arrived_logs, arrived_tops, strict=True)]
-    mean, found = torch.stack(each).double().mean(0), decode(logs.view(-1, block_size), tops).double()
+    each = [decode(a.view(-1, block_size), b) for a, b in zip(*arrived, strict=True)]
+    found = decode(means.numbers.view(-1, block_size), means.exponents[0]).double()
+    mean = torch.stack(each).double().mean(0)
     seen = mean > mean.amax(1, keepdim=True) * 2.0**-30
     torch.testing.assert_close(found[seen], mean[seen], rtol=1 / 16 + 1e-6, atol=0)
     live = p.live_mask.view(2, -1, block_size)[1]
     largest = torch.finfo(torch.float32).max
     torch.testing.assert_close(sums[0].double(), (found * live).sum(1).clamp(max=largest), rtol=1e-6, atol=0)
     assert torch.equal(sums[1], ((found > 0) & live).sum(1).float())
-    for b in range(len(tops)):
+    for b in range(len(found)):
         mean_projection = numbers[:, place[b] : place[b] + block_size // share[b]].double().mean(0)
         torch.testing.assert_close(sums[2, b].double(), mean_projection.square().sum(), rtol=1e-5, atol=0)
     assert sums[2].isinf().any(), "what is not finite on one worker is not on all"
@@ -164,20 +165,20 @@ def test_levels_follow_what_counts(how):
 def test_a_renewal_multiplies_by_old_over_new_denominator(how, ternary):
     p = problem(SIZES, 2, 128, ternary=ternary, masks=MASKS)
     arguments = renew_arguments(p, **how)
-    places, c, scale, settled, exp_avg, _, eps_inside, coef, v, logs, tops, tables, writes = arguments
+    places, c, scale, settled, exp_avg, _, coef, (v, _, eps_inside), means, tables, writes = arguments
     bits, m_scale = exp_avg or (None, None)
     block_size, owner = places.block_size, places.block_tensor
     k, live = coef[owner.long()].double(), p.live_mask.view(-1, block_size)
     live = live[len(live) // 2 :] if how.get("server") else live
     old = v.float().view(-1, block_size).clone()
-    mean_sq = decode(logs.reshape(-1, block_size), tops.reshape(-1))
+    mean_sq = decode(means.numbers.reshape(-1, block_size), means.exponents.reshape(-1))
     factor, usual, least = tables[:, owner.long(), None]
     new = torch.maximum(torch.where(mean_sq > 0, mean_sq * factor, usual), least)
     new = torch.where(usual > 0, new, old).to(v.dtype).float()
     expected, s = None, None
     if c is not None:
         s = scale.clone()
-        x = c.view(-1, block_size).double()
+        x = c.numbers.view(-1, block_size).double()
         sent = torch.where(x != 0, x.sign(), 0.0 if ternary else 1.0)
         kept = x - sent * s[:, None].double()
         if bits is not None:
@@ -196,7 +197,7 @@ def test_a_renewal_multiplies_by_old_over_new_denominator(how, ternary):
         expected = torch.where(live, kept * unit, 0.0)
     renew(*arguments)
     if expected is not None:
-        torch.testing.assert_close(c.view(-1, block_size).double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(c.numbers.view(-1, block_size).double(), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(settled, s)
         assert not scale.any()
         assert m_scale is None or not m_scale.any()

@@ -14,7 +14,7 @@ from fusedonebit.comm.squares import Looks, SharedSquares
 from fusedonebit.optim.living import LONGEST
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 from fusedonebit.triton_kernels.codes import decode, encode
-from fusedonebit.triton_kernels.nouns import Places
+from fusedonebit.triton_kernels.nouns import Places, Stored
 from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.squares import random_signs
 
@@ -25,6 +25,10 @@ EXACT = [(1,), (17,), (64,), (9, 14)]
 WORKERS, DRAWS, ERRORS = 4, 400, 5.0
 
 
+def places_of(layout: FlatLayout) -> Places:
+    return Places.of(layout, layout.block_tensor().int(), live_table(layout))
+
+
 def projected(worker: int, shape: tuple[int, ...], draw: int, other_signs: bool = False) -> Tensor:
     """A worker's projections of its gradient: a mean that all have, and noise of its own of twice the size."""
     size = int(np.prod(shape))
@@ -33,7 +37,7 @@ def projected(worker: int, shape: tuple[int, ...], draw: int, other_signs: bool 
     g = torch.randn(size, generator=generators[0]) + 2 * torch.randn(size, generator=generators[1])
     updates = torch.tensor(draw + 10**6 * (other_signs and worker == 1))
     shared = SharedSquares(layout, 0, torch.device("cpu"))
-    shared.tell([g.view(shape)], torch.zeros(layout.numel), None, Looks(updates), 0, places_of(layout))
+    shared.tell([g.view(shape)], Stored(torch.zeros(layout.numel)), Looks(updates), 0, places_of(layout))
     return shared.sent.numbers[0]
 
 
@@ -142,10 +146,6 @@ def squares_of(rank: int, numel: int) -> Tensor:
     return x * torch.exp2(-20 * torch.rand(numel, generator=torch.Generator().manual_seed(9))) * 10.0 ** (3 * rank)
 
 
-def places_of(layout: FlatLayout) -> Places:
-    return Places.of(layout, layout.block_tensor().int(), live_table(layout))
-
-
 def padded(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
@@ -154,7 +154,7 @@ def averaged(rank: int, transport: Transport) -> tuple[np.ndarray, int]:
     layout = FlatLayout(LAYOUT["sizes"], transport.world_size, LAYOUT["block_size"])
     shared, before = SharedSquares(layout, rank, torch.device("cpu")), transport.traffic.bytes_total
     grads = [torch.full((size,), float(rank + 1)) for size in layout.sizes]
-    shared.tell(grads, squares_of(rank, layout.numel), None, Looks(torch.tensor(7)), 0, places_of(layout))
+    shared.tell(grads, Stored(squares_of(rank, layout.numel)), Looks(torch.tensor(7)), 0, places_of(layout))
     shared.exchange(transport)
     sent = transport.traffic.bytes_total - before
     blocks, widest = layout.blocks_per_chunk, Projections.of(layout).width

@@ -187,7 +187,7 @@ def with_special(op: str, step: int) -> Any:
     given = arguments(op, step, (300,))
     given[0][0][:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40]).bfloat16()
     # The NaN that GPUs make: a carry would make -0.0 of it. In a momentum, or in the scale of the second block.
-    momentum, at = (given.exp_avg.scale, 1) if op == "apply_momentum" else (given.exp_avg, 200)
+    momentum, at = (given.exp_avg.scale, 1) if op == "apply_momentum" else (given.moments.exp_avg, 200)
     momentum.view(torch.int32)[at] = 0x7FFFFFFF
     return given
 

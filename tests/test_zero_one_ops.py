@@ -15,6 +15,7 @@ from zero_one_arguments import WAYS, Way, lion_arguments, local_step_arguments, 
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.triton_kernels import Coef, using
+from fusedonebit.triton_kernels.nouns import Compensated
 
 SIZES = (1, 7, 1023, 1024, 1025, 100_000)
 LIVE = ({}, {"masks": MASKS}, {"excluded": [2]}, {"masks": MASKS, "excluded": [0, 3]})
@@ -94,7 +95,7 @@ def test_a_held_step_only_settles_and_adds_the_momentum_where_the_next_one_synch
     assert all(map(same_bits, p.params, before))
     if not way[1]:
         settled = Problem(MIXED, 2)
-        ops.settle(settled.compensated, settled.worker_scale, False, settled.places)
+        ops.settle(Compensated(settled.compensated, settled.worker_scale), False, settled.places)
         assert same_bits(p.compensated, settled.compensated)
     assert not arguments.flags.any()
 

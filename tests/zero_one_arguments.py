@@ -9,6 +9,7 @@ from op_arguments import arguments_of
 from reference_ops import Problem
 
 from fusedonebit.triton_kernels.nouns import Coefficients
+from fusedonebit.triton_kernels.zero_one import LocalStep
 
 Way = tuple[bool, bool, bool, bool, bool]
 WAYS: list[Way] = [
@@ -31,10 +32,9 @@ def local_step_arguments(p: Problem, way: Way, inside: bool = False, hold: int =
     anchor = torch.full((p.layout.numel,), torch.nan) if begins and moves else None
     return arguments_of(
         "local_step",
-        *(p.params, p.grads, p.places, exp_avg, p.exp_avg_sq, inside, precondition),
-        *(p.compensated, p.worker_scale, p.coef),
-        *(torch.tensor([hold], dtype=torch.int32), moves, last, leaks, follows, anchor),
-        torch.zeros(1, dtype=torch.int32),
+        *(p.params, p.grads, p.places, exp_avg, p.exp_avg_sq, p.compensated, p.worker_scale, p.coef),
+        LocalStep(inside, precondition, moves, last, leaks, follows),
+        *(torch.tensor([hold], dtype=torch.int32), anchor, torch.zeros(1, dtype=torch.int32)),
     )
 
 

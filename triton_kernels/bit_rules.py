@@ -28,22 +28,22 @@ def rounded_steps(u: int) -> int:
 
 
 @rule
-def octave_above(steps: int) -> int:
-    """The octave above the largest number of a block."""
+def exponent_above(steps: int) -> int:
+    """The exponent of a block: the octave above its largest number."""
     return (steps + 7) >> 3
 
 
 @rule
-def below(steps: int, octave: int, most: int) -> int:
-    """Tells where a number lies in the octaves below that one: 1 to ``most``, or 0 if it is smaller."""
-    return tl.where(steps + most > octave * 8, steps + most - octave * 8, 0)
+def below(steps: int, exponent: int, most: int) -> int:
+    """Tells where a number lies in the octaves below the block's exponent: 1 to ``most``, or 0 if it is smaller."""
+    return tl.where(steps + most > exponent * 8, steps + most - exponent * 8, 0)
 
 
 @rule
-def bits_above(code: int, octave: int, most: int) -> int:
+def bits_above(code: int, exponent: int, most: int) -> int:
     """The 32 bits of the number of which ``below`` is ``code``."""
-    inside = (code > 0) & (code + octave * 8 > most)
-    return tl.where(inside, (code + octave * 8 - most) << MANTISSA, 0)
+    inside = (code > 0) & (code + exponent * 8 > most)
+    return tl.where(inside, (code + exponent * 8 - most) << MANTISSA, 0)
 
 
 @rule

@@ -9,8 +9,9 @@ What is not there is returned by a bare ``return``: Triton 3.6 does not compile 
 from __future__ import annotations
 
 from . import bit_rules, headers, rules
-from .codes import decoded, load_codes, store_codes
+from .codes import coded, decoded, load_codes, store_codes
 from .jit import jit, tl
+from .nouns import Stored
 from .rules import COLUMNS
 
 NONFINITE = headers.NONFINITE  # the flag that an element sets whose gradient or update does not count
@@ -172,7 +173,7 @@ def carried(x, carry, dtype: tl.constexpr):
         return x
 
 
-# ---------------------------------------------------------------- what is kept in float32, bfloat16 or codes
+# ---------------------------------------------------------------- what is stored in float32, bfloat16 or codes
 
 
 @jit()
@@ -187,36 +188,59 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
 
 
 @jit()
-def row_of(octaves, stride, row: tl.constexpr):
-    """A row of ``octaves``; None where there are none."""
-    if octaves is None:
-        return  # noqa: RET502
+def row_of(numbers, exponents, stride, row: tl.constexpr):
+    """Numbers with their row of a table of exponents: what ``load`` and ``store`` take."""
+    if exponents is None:
+        return Stored(numbers, None)
     else:
-        return octaves + row * stride
+        return Stored(numbers, exponents + row * stride)
 
 
 @jit()
-def load_kept(kept, octaves, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """A block of what is kept in float32, in bfloat16, or in codes, where there are ``octaves``; float32."""
-    if octaves is None:
-        return tl.load(kept + b * BLOCK_SIZE + i).to(tl.float32)
+def load(stored, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Loads a block of what is stored in any form (``nouns.Stored``), float32."""
+    if stored.exponents is None:
+        return tl.load(stored.numbers + b * BLOCK_SIZE + i).to(tl.float32)
     else:
-        return load_codes(kept + b * BLOCK_SIZE + i, octaves + b, SIGNED)
+        return load_codes(stored.numbers + b * BLOCK_SIZE + i, stored.exponents + b, SIGNED)
 
 
 @jit()
-def store_kept(kept, octaves, bits, b, i, x, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Keeps a block of x, rounded by random bits unless in float32; returns what is kept, in float32."""
-    if octaves is not None:
-        code, octave = store_codes(x, kept + b * BLOCK_SIZE + i, octaves + b, bits, SIGNED, not SIGNED)
-        return decoded(code, octave, SIGNED)
-    elif kept.dtype.element_ty == tl.bfloat16:
+def store(stored, bits, b, i, x, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Stores a block of x, rounded by random bits unless in float32; returns what ``load`` reads then."""
+    if stored.exponents is not None:
+        at = stored.numbers + b * BLOCK_SIZE + i
+        code, exponent = store_codes(x, at, stored.exponents + b, bits, SIGNED, not SIGNED)
+        return decoded(code, exponent, SIGNED)
+    elif stored.numbers.dtype.element_ty == tl.bfloat16:
         narrow = carried(x, bits, tl.bfloat16)
-        tl.store(kept + b * BLOCK_SIZE + i, narrow)
+        tl.store(stored.numbers + b * BLOCK_SIZE + i, narrow)
         return narrow.to(tl.float32)
     else:
-        tl.store(kept + b * BLOCK_SIZE + i, x)
+        tl.store(stored.numbers + b * BLOCK_SIZE + i, x)
         return x
+
+
+@jit()
+def nearest(stored, x, SIGNED: tl.constexpr):
+    """Rounds a block of x to the nearest that can be stored; returns that, its codes and their exponent.
+
+    Where there are none, the number as it is stored stands for codes.
+    """
+    if stored.exponents is None:
+        rounded_x = rounded(x, None, stored.numbers.dtype.element_ty)
+        return rounded_x.to(tl.float32), rounded_x, 0
+    else:
+        code, exponent = coded(x, None, SIGNED, not SIGNED)
+        return decoded(code, exponent, SIGNED), code, exponent
+
+
+@jit()
+def store_nearest(stored, b, i, code, exponent, BLOCK_SIZE: tl.constexpr):
+    """Stores what ``nearest`` has returned behind the number."""
+    tl.store(stored.numbers + b * BLOCK_SIZE + i, code.to(stored.numbers.dtype.element_ty))
+    if stored.exponents is not None:
+        tl.store(stored.exponents + b, exponent.to(tl.uint8))
 
 
 # ---------------------------------------------------------------- sums

@@ -1,4 +1,4 @@
-"""Writes numbers in a byte each: a float32 with three bits of its mantissa, in the octaves below that of their block.
+"""Writes numbers in a byte each: a float32 with three bits of its mantissa, in the octaves below a block's exponent.
 
 Of numbers that are not negative these are 32, and the rounding is to within 1/16. Where there is a sign, the highest
 bit, they are 16. What is smaller is 0, or the least code there is: nothing is divided by a variance that only seems 0.
@@ -19,7 +19,7 @@ from .jit import jit, tl
 def encode(
     x: Tensor,
     codes: Tensor,
-    octaves: Tensor,
+    exponents: Tensor,
     *,
     signed: bool = False,
     nonzero: bool = False,
@@ -30,90 +30,90 @@ def encode(
     Args:
         x: float32 [blocks, n], finite.
         codes: uint8 [blocks, n], written.
-        octaves: uint8 [blocks], written: the octave above each row's largest number.
+        exponents: uint8 [blocks], written: of each row the octave above its largest number.
         signed: Whether numbers may be negative.
         nonzero: Whether only 0 becomes 0.
         bits: int32 [blocks, n], 16 random ones for each; None: to nearest.
     """
     u = x.abs().view(int32)
     steps = bit_rules.rounded_steps(u) if bits is None else bit_rules.drawn_steps(u, bits)
-    octave = bit_rules.octave_above(steps.amax(1))
-    code = bit_rules.below(steps, octave[:, None], SIGNED_LOGARITHMS if signed else LOGARITHMS)
+    exponent = bit_rules.exponent_above(steps.amax(1))
+    code = bit_rules.below(steps, exponent[:, None], SIGNED_LOGARITHMS if signed else LOGARITHMS)
     if nonzero:
         code = bit_rules.nonzero_code(code, steps)
     codes.copy_(bit_rules.signed_code(code, (x < 0).int()) if signed else code)
-    octaves.copy_(octave)
+    exponents.copy_(exponent)
 
 
-def in_float32(kept: Tensor, octaves: Tensor | None, *, signed: bool = True) -> Tensor:
+def in_float32(kept: Tensor, exponents: Tensor | None, *, signed: bool = True) -> Tensor:
     """Returns numbers kept in any form, flat [P], as float32 [P]: the same memory if they are, else another.
 
-    ``octaves``, uint8 [blocks], belong to codes, uint8 [P]; else None.
+    ``exponents``, uint8 [blocks], belong to codes, uint8 [P]; else None.
     """
-    if octaves is None or not len(octaves):
+    if exponents is None or not len(exponents):
         return kept.float()
-    return decode(kept.view(len(octaves), -1), octaves, signed=signed).view(-1)
+    return decode(kept.view(len(exponents), -1), exponents, signed=signed).view(-1)
 
 
-def keep_nearest(x: Tensor, kept: Tensor, octaves: Tensor | None, *, signed: bool = True) -> None:
+def keep_nearest(x: Tensor, kept: Tensor, exponents: Tensor | None, *, signed: bool = True) -> None:
     """Writes float32 x [P] where ``in_float32`` reads it, rounded to nearest."""
-    blocks = 0 if octaves is None else len(octaves)
-    if octaves is None or not blocks:
+    blocks = 0 if exponents is None else len(exponents)
+    if exponents is None or not blocks:
         kept.copy_(x)
     else:
-        encode(x.view(blocks, -1), kept.view(blocks, -1), octaves, signed=signed, nonzero=not signed)
+        encode(x.view(blocks, -1), kept.view(blocks, -1), exponents, signed=signed, nonzero=not signed)
 
 
-def rows_of(octaves: Tensor | None, count: int) -> Sequence[Tensor | None]:
-    """Cuts octaves, uint8 [count, B], into those of each thing that is kept in codes; None where nothing is."""
-    return (None,) * count if octaves is None else octaves.unbind(0)
+def rows_of(exponents: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    """Cuts exponents, uint8 [count, B], into those of each thing that is kept in codes; None where nothing is."""
+    return (None,) * count if exponents is None else exponents.unbind(0)
 
 
-def decode(codes: Tensor, octaves: Tensor, *, signed: bool = False) -> Tensor:
+def decode(codes: Tensor, exponents: Tensor, *, signed: bool = False) -> Tensor:
     """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
     most = SIGNED_LOGARITHMS if signed else LOGARITHMS
-    x = bit_rules.bits_above(codes.int() & most, octaves.int()[:, None], most).view(fp32)
+    x = bit_rules.bits_above(codes.int() & most, exponents.int()[:, None], most).view(fp32)
     return tl.where(codes >= SIGN, rules.negative(x), x) if signed else x
 
 
 @jit()
 def coded(x, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
-    """Returns what ``encode`` writes of one block [n, 8], codes and their octave, int32."""
+    """Returns what ``encode`` writes of one block [n, 8], codes and their exponent, int32."""
     u = tl.abs(x).to(tl.int32, bitcast=True)
     if bits is None:
         steps = bit_rules.rounded_steps(u)
     else:
         steps = bit_rules.drawn_steps(u, bits.to(tl.int32))
-    octave = bit_rules.octave_above(tl.max(tl.max(steps, axis=1), axis=0))
+    exponent = bit_rules.exponent_above(tl.max(tl.max(steps, axis=1), axis=0))
     if SIGNED:
-        code = bit_rules.signed_code(bit_rules.below(steps, octave, SIGNED_LOGARITHMS), (x < 0).to(tl.int32))
+        code = bit_rules.signed_code(bit_rules.below(steps, exponent, SIGNED_LOGARITHMS), (x < 0).to(tl.int32))
     else:
-        code = bit_rules.below(steps, octave, LOGARITHMS)
+        code = bit_rules.below(steps, exponent, LOGARITHMS)
     if NONZERO:
         code = bit_rules.nonzero_code(code, steps)
-    return code, octave
+    return code, exponent
 
 
 @jit()
-def store_codes(x, codes, octave_at, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
-    """Does as ``encode`` of one block; returns codes and their octave."""
-    code, octave = coded(x, bits, SIGNED, NONZERO)
+def store_codes(x, codes, exponent_at, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
+    """Does as ``encode`` of one block; returns codes and their exponent."""
+    code, exponent = coded(x, bits, SIGNED, NONZERO)
     tl.store(codes, code.to(tl.uint8))
-    tl.store(octave_at, octave.to(tl.uint8))
-    return code, octave
+    tl.store(exponent_at, exponent.to(tl.uint8))
+    return code, exponent
 
 
 @jit()
-def decoded(code, octave, SIGNED: tl.constexpr):
+def decoded(code, exponent, SIGNED: tl.constexpr):
     """Does as ``decode`` of one block in registers, int32."""
     if SIGNED:
-        x = bit_rules.bits_above(code & SIGNED_LOGARITHMS, octave, SIGNED_LOGARITHMS).to(tl.float32, bitcast=True)
+        x = bit_rules.bits_above(code & SIGNED_LOGARITHMS, exponent, SIGNED_LOGARITHMS).to(tl.float32, bitcast=True)
         return tl.where(code >= SIGN, rules.negative(x), x)
     else:
-        return bit_rules.bits_above(code, octave, LOGARITHMS).to(tl.float32, bitcast=True)
+        return bit_rules.bits_above(code, exponent, LOGARITHMS).to(tl.float32, bitcast=True)
 
 
 @jit()
-def load_codes(codes, octave_at, SIGNED: tl.constexpr):
+def load_codes(codes, exponent_at, SIGNED: tl.constexpr):
     """Does as ``decode`` of one block."""
-    return decoded(tl.load(codes).to(tl.int32), tl.load(octave_at).to(tl.int32), SIGNED)
+    return decoded(tl.load(codes).to(tl.int32), tl.load(exponent_at).to(tl.int32), SIGNED)

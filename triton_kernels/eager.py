@@ -19,7 +19,7 @@ from .codes import decode, encode, keep_nearest
 from .headers import PARTLY
 from .jit import numpy, tl
 from .layout import FlatLayout, Span
-from .nouns import Places
+from .nouns import Divisor, Moments, Places, Stored
 from .tables import FULL_ROW, SPREAD
 
 ABS, SQUARE, NONZERO = 0, 1, 2  # rows of the partial sums; the last only where ternary
@@ -178,14 +178,11 @@ def write(
     scatter(new, params, tile)
 
 
-def moments(
+def follow(
     g: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Moments,
     exp_avg_sq_sums: Tensor | None,
     found: Tensor | None,
-    drawn: Tensor | None,
-    octaves: Tensor | None,
     tile: Tile,
     k: Tensor,
     as_kept: bool = False,
@@ -193,54 +190,62 @@ def moments(
     """Updates m and v of a tile in place, and the sums of v if asked; returns both in float32, and what stays.
 
     Where there is ``found``, elements whose gradient does not count keep both; else, or where there are none: None.
-    Where there is ``drawn`` they are kept in bfloat16, or in codes if there are ``octaves``, rounded by random bits;
-    they are returned before that, or ``as_kept``.
+    They are returned before they are rounded, or ``as_kept``.
     """
-    b = tile.blocks
-    kept_m, kept_v = (kept.view(-1, g.shape[1])[b] for kept in (exp_avg, exp_avg_sq))
-    of_m, of_v = (None, None) if octaves is None else (octaves[0, b], octaves[1, b])
-    m, v, still = kept_values(kept_m, of_m), kept_values(kept_v, of_v, signed=False), None
+    exp_avg, exp_avg_sq = moments.stored
+    m, v, still = load(exp_avg, tile), load(exp_avg_sq, tile, signed=False), None
     new_m, new_v = rules.momentum(m, g, k), rules.variance(v, g, k)
     if found is not None and not bool((fine := rules.counts(g, k)).all()):
         found |= int(PARTLY)
         new_m, new_v, still = tl.where(fine, new_m, m), tl.where(fine, new_v, v), ~fine
-    stored = keep(kept_m, of_m, new_m, drawn, tile), keep(kept_v, of_v, new_v, drawn, tile, signed=False)
+    stored = (
+        store(exp_avg, new_m, moments.drawn, tile),
+        store(exp_avg_sq, new_v, moments.drawn, tile, signed=False),
+    )
     if exp_avg_sq_sums is not None:
-        exp_avg_sq_sums[b] = new_v.sum(1, dtype=torch.float64)
+        exp_avg_sq_sums[tile.blocks] = new_v.sum(1, dtype=torch.float64)
     return *(stored if as_kept else (new_m, new_v)), still
 
 
-def kept_values(kept: Tensor, octaves: Tensor | None, signed: bool = True) -> Tensor:
-    """Does as ``load_kept`` of a tile, [blocks, block_size], of which ``octaves`` are uint8 [blocks]."""
-    return kept.float() if octaves is None else decode(kept, octaves, signed=signed)
+def _rows(stored: Stored | Divisor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+    """Views what a tile has of what is stored: values [blocks, block_size], and exponents uint8 [blocks]."""
+    b = tile.blocks
+    values = stored.numbers.view(-1, tile.numel // (b.stop - b.start))[b]
+    return values, None if stored.exponents is None else stored.exponents[b]
 
 
-def keep(
-    kept: Tensor,
-    octaves: Tensor | None,
-    new: Tensor,
-    drawn: Tensor | None,
-    tile: Tile,
-    signed: bool = True,
-) -> Tensor:
-    """Does as ``store_kept`` of a tile's values, float32 [blocks, block_size]; returns what is kept of them."""
-    if drawn is None or kept.dtype is torch.float32:
-        kept.copy_(new)
+def load(stored: Stored | Divisor, tile: Tile, signed: bool = True) -> Tensor:
+    """Does as ``block_io.load`` of a tile, float32 [blocks, block_size]: where it is in float32, the same memory."""
+    values, exponents = _rows(stored, tile)
+    return values.float() if exponents is None else decode(values, exponents, signed=signed)
+
+
+def store(stored: Stored | Divisor, new: Tensor, drawn: Tensor | None, tile: Tile, signed: bool = True) -> Tensor:
+    """Does as ``block_io.store`` of a tile's values, float32 [blocks, block_size]; returns what is stored of them."""
+    values, exponents = _rows(stored, tile)
+    if drawn is None or values.dtype is torch.float32:
+        values.copy_(new)
         return new
     bits = moment_bits(drawn, tile, new.shape[1])
-    if octaves is None:
-        kept.copy_(stochastic(new, bits))
+    if exponents is None:
+        values.copy_(stochastic(new, bits))
     else:
-        encode(new, kept, octaves, signed=signed, nonzero=not signed, bits=bits)
-    return kept_values(kept, octaves, signed)
+        encode(new, values, exponents, signed=signed, nonzero=not signed, bits=bits)
+    return load(stored, tile, signed)
+
+
+def store_nearest(stored: Stored | Divisor, x: Tensor, tile: Tile, signed: bool = True) -> None:
+    """Stores a tile's values, float32 [blocks, block_size], rounded to nearest."""
+    values, exponents = _rows(stored, tile)
+    keep_nearest(x, values, exponents, signed=signed)
 
 
 def nearest(x: Tensor, dtype: torch.dtype, signed: bool) -> Tensor:
-    """Rounds a tile's values, float32 [blocks, block_size], to the nearest that is kept in a dtype; float32."""
-    kept, octaves = torch.empty_like(x, dtype=dtype), x.new_empty(len(x), dtype=torch.uint8)
-    narrow = octaves if dtype is torch.uint8 else None
-    keep_nearest(x, kept, narrow, signed=signed)
-    return kept_values(kept, narrow, signed)
+    """Rounds a tile's values, float32 [blocks, block_size], to the nearest that can be stored in a dtype; float32."""
+    exponents = x.new_empty(len(x), dtype=torch.uint8) if dtype is torch.uint8 else None
+    values = torch.empty_like(x, dtype=dtype)
+    keep_nearest(x, values, exponents, signed=signed)
+    return values.float() if exponents is None else decode(values, exponents, signed=signed)
 
 
 def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:

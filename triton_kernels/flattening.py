@@ -23,8 +23,8 @@ from .nouns import Derived, Places, Sizes, Tensors
 _SCHEMAS = {int: "int", float: "float", bool: "bool", Tensors: "Tensor[]", Sizes: "SymInt[]"}
 _NOTHING = {"int": 0, "float": 0.0, "bool": False}
 REQUIRED = inspect.Parameter.empty
-_UNPREFIXED = (Places,)
-"""Nouns of which no op has two, and whose fields kernels know by their own names."""
+_UNPREFIXED = {Places: ("block_tensor", "block_start", "live", "live_row")}
+"""Nouns of which no op has two, and whose fields keep their names where they are flat; what kernels find in them."""
 
 
 class Slot(NamedTuple):
@@ -42,13 +42,8 @@ class _Noun(NamedTuple):
     optional: bool
     first: int
     slots: Sequence[Slot]
-
-    def absent(self) -> list[Any]:
-        """Return the fields of one that is left out."""
-        return [
-            _NOTHING.get(slot.schema) if slot.default is REQUIRED or slot.spec is not None else slot.default
-            for slot in self.slots
-        ]
+    absent: Sequence[Any]
+    """The fields of one that is left out."""
 
     def of(self, flat: Sequence[Any]) -> Any:
         """Return the noun in an op's flat arguments; None where it was left out."""
@@ -92,7 +87,8 @@ class Signature:
             default = kind._field_defaults.get(field, REQUIRED)
             may_be_none |= optional and hint not in _SCHEMAS
             self.slots[_flat(name, kind, field)] = _slot(hint, may_be_none, default)
-        self._nouns[name] = _Noun(kind, optional, first, list(self.slots.values())[first:])
+        slots = list(self.slots.values())[first:]
+        self._nouns[name] = _Noun(kind, optional, first, slots, [_left_out(slot) for slot in slots])
         for derived, (triton, function) in _derived(kind).items():
             needed = [_flat(name, kind, each) for each in inspect.signature(function).parameters]
             self.derived[_flat(name, kind, derived)] = triton, function, needed
@@ -111,7 +107,7 @@ class Signature:
             if noun is None:
                 found.append(value)
             else:
-                found += noun.absent() if value is None else value
+                found += noun.absent if value is None else value
         return found
 
     def bound(self, arguments: Sequence[Any], named: dict[str, Any]) -> Sequence[Any]:
@@ -142,7 +138,8 @@ class Signature:
             return kernel
         for name in nouns:
             for field, flat in self._fields_in_kernels(name).items():
-                self.places[flat] = Place(name, self._nouns[name].kind.__name__, field)
+                if self._nouns[name].kind not in _UNPREFIXED:
+                    self.places[flat] = Place(name, self._nouns[name].kind.__name__, field)
         names: dict[str, Any] = {"tl": tl, "of_nouns": kernel}
         flat_names, given = [], []
         for name, parameter in declared.items():
@@ -160,11 +157,18 @@ class Signature:
     def _fields_in_kernels(self, name: str) -> dict[str, str]:
         """Return what a kernel finds in a noun, and the flat name of each; constants in capitals."""
         noun = self._nouns[name]
+        if noun.kind in _UNPREFIXED:
+            return {each: each for each in _UNPREFIXED[noun.kind]}
         fields = {}
         for field, slot in zip(noun.kind._fields, noun.slots, strict=True):
             constant = slot.schema == "bool"
             fields[field.upper() if constant else field] = f"{name}_{field}".upper() if constant else f"{name}_{field}"
         return fields | {each: f"{name}_{each}" for each in _derived(noun.kind)}
+
+
+def _left_out(slot: Slot) -> Any:
+    """Return what a field is in a noun that is left out."""
+    return _NOTHING.get(slot.schema) if slot.default is REQUIRED or slot.spec is not None else slot.default
 
 
 def _flat(argument: str, noun: type[Any], field: str) -> str:

@@ -24,6 +24,7 @@ def freeze(
     Args:
         exp_avg: m, float32 or bfloat16 [P]; c is written.
         exp_avg_sq: v, float32 or bfloat16 [P], read and written.
+        eps_inside_sqrt: Which denom, as in ``Divisor``.
         precondition: Whether the unit of each coordinate is that of its layer over denom, with the v that is written.
         dead_value: What coordinates with v == 0 take, the mean of their tensor's other v, float32
             [tensors]; None leaves them.
@@ -57,6 +58,7 @@ def rewarm(
     Args:
         exp_avg: float32 or bfloat16 [P]: unit*m is read, m written.
         exp_avg_sq: float32 or bfloat16 [P]: v is read, v / (1 - beta2^F) written.
+        eps_inside_sqrt: Which denom, as in ``Divisor``.
         precondition: Whether the unit of each coordinate is that of its layer over denom.
         places: Elements that do not count get v = 0.
     """
@@ -107,6 +109,9 @@ def update_sums(
     """Sums (x/denom)^2 by block over live elements: float64 [B]; ``x`` None is 1.
 
     Other arguments as for ``apply_momentum``.
+
+    Args:
+        eps_inside_sqrt: Which denom, as in ``Divisor``.
     """
     sums = exp_avg_sq.new_zeros(len(exp_avg_sq) // places.block_size, dtype=torch.float64)
     for tile in tiles(places.sizes, 1, places.block_size, exp_avg_sq.device):

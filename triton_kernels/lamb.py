@@ -16,24 +16,24 @@ from torch import Tensor
 from . import block_io as io
 from . import rules
 from . import user_tensors as users
-from .eager import gather, kept_values, moments, move, only_live, scaled, square_sum, tiles
+from .eager import follow, gather, load, move, only_live, scaled, square_sum, tiles
 from .jit import jit, tl
 from .nouns import (
-    Bits,
     Counters,
     Derived,
+    Divisor,
     DoublePerBlock,
     Doubles,
     Flag,
     Floats,
     Indices,
-    Moment,
+    Moments,
     PerBlock,
     PerElement,
     Places,
+    Ratios,
     Signs,
     Tensors,
-    Variance,
 )
 from .op import op
 from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE, UNIT
@@ -48,35 +48,40 @@ PER_LAYER: Derived = {
 
 @jit()
 def lamb_update_kernel(
-    params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, norms, norms_stride, found, found_before, drawn, octaves, octaves_stride,
+    params_table, tensors, grads_table, moments, coef, places, skip, exp_avg_sq_sums, norms, norms_stride, found,
+    found_before,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: x, g, 8, 4 or 2 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
     forget_kernel(b, found_before)
-    row = tl.load(live_row + b)
+    row = tl.load(places.live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
-        t, k = io.tensor_of(b, block_tensor, coef)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn, None
-        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, True, GRADS, BLOCK_SIZE)
+        t, k = io.tensor_of(b, places.block_tensor, coef)
+        mask = io.counting(places.live, row, i, BLOCK_SIZE)
+        place = users.place_of(grads_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+        given = place, moments, exp_avg_sq_sums, found, None
+        m, v, fine = moments_kernel(*given, b, i, k, mask, row, True, GRADS, BLOCK_SIZE)
         tell_kernel(found, fine)
-        x = users.load(users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
+        place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+        x = users.load(place, i, mask, row, PARAMS)
         io.store_norm(norms, b, x)
-        io.store_norm(norms + norms_stride, b, io.only_active(rules.lamb(x, m, v, k, EPS_INSIDE_SQRT), mask, row))
+        u = rules.lamb(x, m, v, k, EPS_INSIDE_SQRT)
+        io.store_norm(norms + norms_stride, b, io.only_active(u, mask, row))
 
 
 @op(
     lamb_update_kernel,
-    writes=("exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "norms", "found", "found_before", "octaves"),
+    writes=(
+        *("moments.exp_avg", "moments.exp_avg_sq", "moments.exponents"),
+        *("exp_avg_sq_sums", "norms", "found", "found_before"),
+    ),
 )
 def lamb_update(
-    params: Tensors, grads: Tensors, places: Places, exp_avg: Moment, exp_avg_sq: Moment, eps_inside_sqrt: bool,
-    coef: Floats, skip: Flag, exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles, found: Flag | None = None,
-    found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
+    params: Tensors, grads: Tensors, places: Places, moments: Moments, eps_inside_sqrt: bool, coef: Floats, skip: Flag,
+    exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles, found: Flag | None = None,
+    found_before: Flag | None = None,
 ) -> None:  # fmt: skip
     """LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
 
@@ -86,17 +91,17 @@ def lamb_update(
     Other arguments as for ``adam_update`` and as for ``apply_momentum``.
 
     Args:
-        eps_inside_sqrt: denom = sqrt(v + eps), as eq. (2) prints it, or sqrt(v) + eps.
+        eps_inside_sqrt: Which denom, as in ``Divisor``: eq. (2) prints sqrt(v + eps).
         norms: float64 [2, B], written: sums of x^2 and of u^2; those of padding stay as they are.
     """
     if found_before is not None:
         found_before.zero_()
     if skip:
         return
-    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device):
+    for tile in tiles(places.sizes, 1, places.block_size, skip.device):
         k = coef[places.block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, places.block_size), places, tile)
-        m, v, _ = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k, as_kept=True)
+        m, v, _ = follow(g, moments, exp_avg_sq_sums, found, tile, k, as_kept=True)
         x = only_live(gather(params, tile, places.block_size), places, tile)
         u = only_live(rules.lamb(x, m, v, k, eps_inside_sqrt), places, tile)
         for row, values in enumerate((x, u)):
@@ -166,50 +171,50 @@ def _write_step(c: Tensor, coef: Tensor) -> None:
 
 @jit()
 def lamb_move_kernel(
-    params_table, tensors, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip, rounding,
-    octaves, octaves_stride, PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    params_table, tensors, moments, coef, places, skip, rounding,
+    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: x twice, 4, 2 or 1 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
-    row = tl.load(live_row + b)
+    row = tl.load(places.live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
-        t, k = io.tensor_of(b, block_tensor, coef)
-        m = io.load_kept(exp_avg, octaves, b, i, True, BLOCK_SIZE)
-        v = io.load_kept(exp_avg_sq, io.row_of(octaves, octaves_stride, 1), b, i, False, BLOCK_SIZE)
+        t, k = io.tensor_of(b, places.block_tensor, coef)
+        exp_avg = io.row_of(moments.exp_avg, moments.exponents, moments.exponents_stride, 0)
+        exp_avg_sq = io.row_of(moments.exp_avg_sq, moments.exponents, moments.exponents_stride, 1)
+        m = io.load(exp_avg, b, i, True, BLOCK_SIZE)
+        v = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, EPS_INSIDE_SQRT)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+        mask = io.counting(places.live, row, i, BLOCK_SIZE)
+        place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
         words = io.random_words(rounding, b, i, BLOCK_SIZE)
         moved_kernel(place, words, b, i, update, k, mask, row, None, None, PARAMS, BLOCK_SIZE)
 
 
 @op(lamb_move_kernel, writes=("params",))
 def lamb_move(
-    params: Tensors, places: Places, exp_avg: Moment, exp_avg_sq: Moment, eps_inside_sqrt: bool, coef: Floats,
-    skip: Flag, rounding: Counters | None, octaves: Bits | None = None,
+    params: Tensors, places: Places, moments: Moments, eps_inside_sqrt: bool, coef: Floats, skip: Flag,
+    rounding: Counters | None,
 ) -> None:  # fmt: skip
     """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
 
-    Arguments as for ``adam_update`` and as for ``apply_momentum``; ``params`` are written, nothing else.
+    Arguments as for ``lamb_update`` and as for ``apply_momentum``; ``params`` are written, nothing else.
     """
     if skip:
         return
-    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device):
-        b = tile.blocks
-        k = coef[places.block_tensor[b]]
-        of_m, of_v = (None, None) if octaves is None else (octaves[0, b], octaves[1, b])
-        m = kept_values(places.rows(exp_avg)[b], of_m)
-        v = kept_values(places.rows(exp_avg_sq)[b], of_v, signed=False)
+    for tile in tiles(places.sizes, 1, places.block_size, skip.device):
+        k = coef[places.block_tensor[tile.blocks]]
+        exp_avg, exp_avg_sq = moments.stored
+        m, v = load(exp_avg, tile), load(exp_avg_sq, tile, signed=False)
         move(params, tile, places, rules.preconditioned(m, v, k, eps_inside_sqrt), k, rounding)
 
 
 @jit()
 def lamb_ratio_kernel(
-    params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, last_bits, last_scale, exp_avg_sq,
-    fresh, started, coef, block_tensor, block_start, live, live_row, skip, largest, norms, norms_stride,
-    blocks_per_chunk, PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, PRECONDITIONED: tl.constexpr,
-    DEEPSPEED: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    params_table, tensors, exp_avg, last_bits, last_scale, exp_avg_sq, fresh, started, coef, places, skip, ratios,
+    blocks_per_chunk,
+    PARAMS: tl.constexpr, PRECONDITIONED: tl.constexpr, DEEPSPEED: tl.constexpr, TERNARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
@@ -217,47 +222,49 @@ def lamb_ratio_kernel(
     with norms.
     """
     b = tl.program_id(0).to(tl.int64)
-    row = tl.load(live_row + b)
+    row = tl.load(places.live_row + b)
     if tl.load(skip) == 0:
         i = io.elements(BLOCK_SIZE)
-        t, k = io.tensor_of(b, block_tensor, coef)
-        scale = tl.load(exp_avg_scale + b)
-        packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-        signs, nonzero = io.load_bits(packed, plane, TERNARY)
+        t, k = io.tensor_of(b, places.block_tensor, coef)
+        scale = tl.load(exp_avg.scale + b)
+        packed = io.bytes_at(exp_avg.bits, exp_avg.bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        signs, nonzero = io.load_bits(packed, exp_avg.plane, TERNARY)
         held = tl.load(fresh + b * BLOCK_SIZE + i)
-        frozen = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
+        frozen = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
         last_at = last_bits + b * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
         if TERNARY:
-            last_at += b // blocks_per_chunk * plane  # the chunks before have a second plane each
-        last_signs, last_nonzero = io.load_bits(last_at, plane, TERNARY)
+            last_at += b // blocks_per_chunk * exp_avg.plane  # the chunks before have a second plane each
+        last_signs, last_nonzero = io.load_bits(last_at, exp_avg.plane, TERNARY)
         m = io.scaled(signs, nonzero, rules.plain_scale(scale, k), TERNARY)
         last = io.scaled(last_signs, last_nonzero, rules.plain_scale(tl.load(last_scale + b), k), TERNARY)
         if PRECONDITIONED:
-            m = m * rules.denominator(frozen, k, EPS_INSIDE_SQRT)
-            last = last * rules.denominator(frozen, k, EPS_INSIDE_SQRT)
+            m = m * rules.denominator(frozen, k, exp_avg_sq.EPS_INSIDE_SQRT)
+            last = last * rules.denominator(frozen, k, exp_avg_sq.EPS_INSIDE_SQRT)
         running = tl.load(started) != 0
         g = rules.rebuilt_gradient(m, tl.where(running, last, held), k)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
+        mask = io.counting(places.live, row, i, BLOCK_SIZE)
         v = io.only_active(rules.variance(tl.where(running, held, frozen), g, k), mask, row)
-        ratio = io.only_active(rules.variance_ratio(frozen, v, k, EPS_INSIDE_SQRT, DEEPSPEED), mask, row)
-        tl.store(largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
+        ratio = rules.variance_ratio(frozen, v, k, exp_avg_sq.EPS_INSIDE_SQRT, DEEPSPEED)
+        ratio = io.only_active(ratio, mask, row)
+        tl.store(ratios.largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
         tl.store(fresh + b * BLOCK_SIZE + i, v)
         tl.store(last_at, signs)
         if TERNARY:
-            tl.store(last_at + plane, nonzero)
+            tl.store(last_at + exp_avg.plane, nonzero)
         tl.store(last_scale + b, scale)
-        if norms is not None:
-            x = users.load(users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
-            adam = io.only_active(rules.preconditioned(rules.unbiased(m, k), frozen, k, EPS_INSIDE_SQRT), mask, row)
-            io.store_norm(norms, b, adam)
-            io.store_norm(norms + norms_stride, b, rules.decaying(adam, x, k))
+        if ratios.norms is not None:
+            place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+            x = users.load(place, i, mask, row, PARAMS)
+            adam = rules.preconditioned(rules.unbiased(m, k), frozen, k, exp_avg_sq.EPS_INSIDE_SQRT)
+            adam = io.only_active(adam, mask, row)
+            io.store_norm(ratios.norms, b, adam)
+            io.store_norm(ratios.norms + ratios.norms_stride, b, rules.decaying(adam, x, k))
 
 
-@op(lamb_ratio_kernel, writes=("last_bits", "last_scale", "fresh", "largest", "norms"))
+@op(lamb_ratio_kernel, writes=("last_bits", "last_scale", "fresh", "ratios.largest", "ratios.norms"))
 def lamb_ratio(
-    params: Tensors, places: Places, exp_avg: Signs, last: Signs, exp_avg_sq: Variance, fresh: PerElement,
-    started: Flag, eps_inside_sqrt: bool,
-    preconditioned: bool, deepspeed: bool, coef: Floats, skip: Flag, largest: PerBlock, norms: Doubles | None,
+    params: Tensors, places: Places, exp_avg: Signs, last: Signs, exp_avg_sq: Divisor, fresh: PerElement,
+    started: Flag, preconditioned: bool, deepspeed: bool, coef: Floats, skip: Flag, ratios: Ratios,
 ) -> None:  # fmt: skip
     """Rebuilds the gradient, updates the fresh variance, finds the largest ratio of each block (lines 15 to 17).
 
@@ -269,42 +276,40 @@ def lamb_ratio(
     Other arguments as for ``apply_momentum``.
 
     Args:
-        params: Read only for ``norms``.
+        params: Read only for norms.
         exp_avg: m_t, times unit.
         last: m_{t-1}, its bits contiguous, read and written.
-        exp_avg_sq: v_{T_w}, the frozen variance, float32 or bfloat16 [P].
+        exp_avg_sq: v_{T_w}, the frozen variance; which denom is not read without ``preconditioned``, ``deepspeed`` or
+            norms.
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
         started: int32 [1], 0 before the first step.
-        eps_inside_sqrt: Which denom; not read without one of the next two or ``norms``.
         preconditioned: The momenta were compressed in the unit 1/denom of each coordinate.
         deepspeed: The ratio is that of the denominators: of roots, plus eps.
-        largest: float32 [B], written; 0 in blocks where nothing counts.
-        norms: float64 [2, B], written: sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2, for
-            DeepSpeed's blend; or None.
+        ratios: Written.
     """
     if skip:
         return
     for tile in tiles(places.sizes, len(exp_avg.bits), places.block_size, fresh.device, len(places.block_tensor)):
         b = tile.blocks
         k = coef[places.block_tensor[b]]
-        frozen, held = places.rows(exp_avg_sq)[b].float(), places.rows(fresh)[b]
+        frozen, held, inside = load(exp_avg_sq, tile, signed=False), places.rows(fresh)[b], exp_avg_sq.eps_inside_sqrt
         packed, last_packed = (bits[tile.chunk, ..., tile.bytes] for bits in (exp_avg.bits, last.bits))
         m = scaled(packed, rules.plain_scale(exp_avg.scale[b, None], k))
         last_m = scaled(last_packed, rules.plain_scale(last.scale[b, None], k))
         if preconditioned:
-            m, last_m = (x.mul_(rules.denominator(frozen, k, eps_inside_sqrt)) for x in (m, last_m))
+            m, last_m = (x.mul_(rules.denominator(frozen, k, inside)) for x in (m, last_m))
         g = rules.rebuilt_gradient(m, last_m if started else held, k)
         v = only_live(rules.variance(held if started else frozen, g, k), places, tile)
-        ratio = rules.variance_ratio(frozen, v, k, eps_inside_sqrt, deepspeed)
-        largest[b] = only_live(ratio, places, tile).amax(1)
+        ratio = rules.variance_ratio(frozen, v, k, inside, deepspeed)
+        ratios.largest[b] = only_live(ratio, places, tile).amax(1)
         held.copy_(v)
         last_packed.copy_(packed)
         last.scale[b] = exp_avg.scale[b]
-        if norms is not None:
-            adam = rules.preconditioned(rules.unbiased(m, k), frozen, k, eps_inside_sqrt)
+        if ratios.norms is not None:
+            adam = rules.preconditioned(rules.unbiased(m, k), frozen, k, inside)
             u = rules.decaying(adam, gather(params, tile, places.block_size), k)
             for row, values in enumerate((adam, u)):
-                norms[row, b] = square_sum(only_live(values, places, tile))
+                ratios.norms[row, b] = square_sum(only_live(values, places, tile))
 
 
 @jit()

@@ -36,9 +36,9 @@ def _clear(scale, limit):
 
 @jit(do_not_specialize=("number", "tag", "told"))
 def local_update_kernel(
-    params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef,
-    block_tensor, block_start, live, live_row, factor, share, hold, anchor, inside, inside_row, words, words_stride,
-    number, tag, told, digest, first_block, blocks_per_chunk,
+    params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef, places,
+    factor, share, hold, anchor, inside, inside_row, words, words_stride, number, tag, told, digest, first_block,
+    blocks_per_chunk,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunks worked on.
@@ -48,12 +48,12 @@ def local_update_kernel(
     """
     b = tl.program_id(0).to(tl.int64) + first_block
     i = io.elements(BLOCK_SIZE)
-    row = tl.load(live_row + b)
-    mask = io.counting(live, row, i, BLOCK_SIZE)
-    t, k = io.tensor_of(b, block_tensor, coef)
+    row = tl.load(places.live_row + b)
+    mask = io.counting(places.live, row, i, BLOCK_SIZE)
+    t, k = io.tensor_of(b, places.block_tensor, coef)
     byte = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
     at = b * BLOCK_SIZE + i
-    source = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+    source = users.place_of(grads_table, tensors, t, places.block_start, b, BLOCK_SIZE)
     if GRADS % users.ALIGNED > users.FP16:  # of several dtypes: a load with branches, over which nothing else is kept
         g = users.load(source, i, mask, row, GRADS)
     signs = tl.load(byte)
@@ -65,7 +65,8 @@ def local_update_kernel(
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
     if DECAYS or (MOVES and anchor is None):
-        x = users.load(users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, PARAMS)
+        own = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+        x = users.load(own, i, mask, row, PARAMS)
     if DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
     m = d
@@ -102,7 +103,7 @@ def local_update_kernel(
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
     if MOVES:
         # Looked up again, so that no register holds it meanwhile; so are the parameters where they are kept.
-        place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
         if anchor is not None:
             x = users.keep(place, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
         users.store(place, i, x - u, None, mask, row, PARAMS)

@@ -100,6 +100,118 @@ class Signs(NamedTuple):
     scale: PerBlock
     """float32 [B]."""
 
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides; ``plane``: bytes between the planes of bits, where ternary."""
+        return {
+            "bits_stride": ("i32", lambda bits: stride(bits)),
+            "plane": ("i32", lambda bits: 0 if bits is None else bits.stride(-2)),
+        }
+
+
+class Stored(NamedTuple):
+    """A number of each element as it is stored: in float32, in bfloat16, or in codes (``codes.encode``).
+
+    ``block_io.load`` and ``store`` are what kernels read and write it by, ``eager.load`` and ``store`` eager functions.
+    """
+
+    numbers: Moment
+    """float32, bfloat16, or codes in uint8 [P]."""
+    exponents: Bits | None = None
+    """Of codes the exponent of each block, uint8 [B]; None: there are no codes."""
+
+    @classmethod
+    def row(cls, numbers: Tensor, exponents: Tensor | None, row: int) -> Stored:
+        """Return numbers with their row of a table of exponents, uint8 [rows, B]; None: they are no codes."""
+        return cls(numbers, None if exponents is None else exponents[row])
+
+
+class Moments(NamedTuple):
+    """Adam's moments as they are stored, both in the same form.
+
+    Their exponents lie in one table, which kernels reach from one address: of two they would keep both in registers.
+    """
+
+    exp_avg: Moment
+    """m, as ``Stored.numbers``."""
+    exp_avg_sq: Moment
+    """v."""
+    exponents: Bits | None = None
+    """Of codes the exponents of m, and of v: uint8 [2 or more, B]; None: there are no codes."""
+    drawn: Counters | None = None
+    """The updates done, int64 [], with which what is not in float32 is rounded stochastically: to nearest, v would
+    stand still. None: both are in float32, or only read."""
+
+    def at(self, elements: slice, blocks: slice) -> Moments:
+        """Return those of some of the blocks."""
+        exponents = None if self.exponents is None else self.exponents[:, blocks]
+        return Moments(self.exp_avg[elements], self.exp_avg_sq[elements], exponents, self.drawn)
+
+    @property
+    def stored(self) -> tuple[Stored, Stored]:
+        """Return m and v."""
+        return Stored.row(self.exp_avg, self.exponents, 0), Stored.row(self.exp_avg_sq, self.exponents, 1)
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {"exponents_stride": ("i32", lambda exponents: stride(exponents))}
+
+
+class Compensated(NamedTuple):
+    """What one side of error feedback keeps, a worker or a server: compensated values, and the scales they had.
+
+    The residual c - s*sign(c) is deferred: it is formed when c is read again.
+    """
+
+    numbers: Moment
+    """c, as ``Stored.numbers``."""
+    scale: PerBlock
+    """s of the last step, float32 [B]."""
+    exponents: Bits | None = None
+    """Of codes the exponents, uint8 [1 or more, B]: of c, and in further rows of what an op says."""
+    drawn: Counters | None = None
+    """The updates done, int64 [], with which what is not in float32 is rounded stochastically: to nearest, small
+    gradients would be lost. None: all is in float32."""
+
+    @property
+    def stored(self) -> Stored:
+        """Return c."""
+        return Stored.row(self.numbers, self.exponents, 0)
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {"exponents_stride": ("i32", lambda exponents: stride(exponents))}
+
+
+class Divisor(NamedTuple):
+    """A variance, stored in any form, by whose root something is divided."""
+
+    numbers: Moment
+    """v, as in ``Stored``."""
+    exponents: Bits | None
+    """As in ``Stored``."""
+    eps_inside_sqrt: bool
+    """Whether the denominator is sqrt(v + eps), v corrected for its start at 0, else sqrt(v) + eps."""
+
+
+class Codes(NamedTuple):
+    """Numbers that are kept in codes alone, in rows of a chunk each."""
+
+    numbers: Bits
+    """uint8 [chunks, elements], see ``codes.encode``."""
+    exponents: Bits
+    """uint8 [chunks, blocks]."""
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {
+            "numbers_stride": ("i32", lambda numbers: stride(numbers)),
+            "exponents_stride": ("i32", lambda exponents: stride(exponents)),
+        }
+
 
 class Header(NamedTuple):
     """What the headers of one step's messages have in common, besides their digest."""
@@ -209,6 +321,46 @@ class Side(NamedTuple):
     """Scales of blocks, with which the residual is formed, float32 [blocks]."""
     settled: Floats
     """Those with which it has been formed since the last step, float32 [blocks]."""
+
+
+class Ratios(NamedTuple):
+    """What blocks tell of a layer's ratio in 1-bit LAMB."""
+
+    largest: PerBlock
+    """The largest ratio of the frozen variance to the fresh one, float32 [B]; 0 in blocks where nothing counts."""
+    norms: Doubles | None
+    """Sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2, float64 [2, B], for DeepSpeed's blend; or None."""
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {"norms_stride": ("i32", lambda norms: stride(norms))}
+
+
+class Sent(NamedTuple):
+    """What workers have sent to a server of its chunk, and what this rank's own header says."""
+
+    bits: Bits
+    """uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary."""
+    scales: Floats
+    """float32 [W, slots]."""
+    words: Headers
+    """int32 [W, 8], the headers."""
+    own_words: Flag
+    """int32 [8], this rank's."""
+    slot: Indices
+    """Each block's slot among the scales, int32 [B / W]."""
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides; ``plane``: as in ``Signs``."""
+        return {
+            "bits_stride": ("i32", lambda bits: stride(bits)),
+            "plane": ("i32", lambda bits: bits.stride(-2)),
+            "scales_stride": ("i32", lambda scales: stride(scales)),
+            "words_stride": ("i32", lambda words: stride(words)),
+            "world_size": ("i32", lambda bits: len(bits)),
+        }
 
 
 class Arrived(NamedTuple):

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from . import block_io as io
 from . import headers, rules
-from .eager import compress, keep, kept_values, only_live, scaled, tiles, write_partials
+from .eager import compress, load, only_live, scaled, store, tiles, write_partials
 from .jit import jit, tl
-from .nouns import Bits, Counters, Doubles, Flag, Floats, Headers, Indices, Moment, PerBlock, Places
+from .nouns import Bits, Compensated, Doubles, Flag, Header, Headers, Places, Sent
 from .op import op
 
 SIGN = 0x80000000  # of a float32's bits
@@ -96,23 +96,22 @@ def add_four(total, fours, scales, LOW: tl.constexpr, TERNARY: tl.constexpr):
 
 
 @jit()
-def _write_header(header, number, counter, digest, tag, flags):
+def _write_header(words, header, digest, flags):
     """Writes what changes from step to step into the header of a message of which nothing is left."""
-    step = number
-    if counter is not None:
-        step = tl.load(counter)
-    tl.store(header + STEP, step)
-    tl.store(header + DIGEST, digest)
-    tl.store(header + TAG, tag)
-    tl.store(header + FLAGS, flags)
-    tl.store(header + SIGNAL, 0)
+    step = header.number
+    if header.counter is not None:
+        step = tl.load(header.counter)
+    tl.store(words + STEP, step)
+    tl.store(words + DIGEST, digest)
+    tl.store(words + TAG, header.tag)
+    tl.store(words + FLAGS, flags)
+    tl.store(words + SIGNAL, 0)
 
 
-@jit(do_not_specialize=("number", "tag"))
+@jit(do_not_specialize=("header_number", "header_tag", "header_flags"))
 def server_reduce_kernel(
-    arrived_bits, arrived_bits_stride, plane, arrived_scales, arrived_scales_stride, arrived_words,
-    arrived_words_stride, own_words, slot, compensated, server_scale, live, live_row, bits, partials, partials_stride,
-    hold, flags, kept_words, header, number, counter, tag, drawn, octaves, world_size, per_worker,
+    arrived, compensated, live, live_row, bits, partials, partials_stride, hold, flags, kept_words, words, header,
+    per_worker,
     TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunk; each compares the headers, the first stores what they say, all of them keep some.
@@ -121,130 +120,122 @@ def server_reduce_kernel(
     """
     b = tl.program_id(0).to(tl.int64)
     held = tl.load(hold)
-    bad = headers.count_flags(arrived_words, arrived_words_stride, own_words, world_size)
+    bad = headers.count_flags(arrived.words, arrived.words_stride, arrived.own_words, arrived.world_size)
     if b == 0:
         found = headers.flags_of(bad) | held
         tl.store(flags, found)
-        if header is not None:
-            _write_header(header, number, counter, tl.load(own_words + DIGEST), tag, found)
-    headers.keep_words(b, arrived_words, arrived_words_stride, kept_words, world_size)
+        if words is not None:
+            _write_header(words, header, tl.load(arrived.own_words + DIGEST), found)
+    headers.keep_words(b, arrived.words, arrived.words_stride, kept_words, arrived.world_size)
     if held != 0:
         return
     i = io.elements(BLOCK_SIZE)
     byte = tl.arange(0, BLOCK_SIZE // 8)
     row = tl.load(live_row + b)
-    at = tl.load(slot + b)
+    at = tl.load(arrived.slot + b)
     c = tl.zeros(i.shape, tl.float32)
-    if compensated is not None:
-        c = io.load_kept(compensated, octaves, b, i, True, BLOCK_SIZE)
-        c = rules.residual(c, tl.load(server_scale + b), TERNARY)
+    if compensated.numbers is not None:
+        c = io.load(compensated, b, i, True, BLOCK_SIZE)
+        c = rules.residual(c, tl.load(compensated.scale + b), TERNARY)
     # Each backend has its own sum over ranks: rules are elementwise.
     total = zeros_like(c)
     if bad == 0:
-        LOW: tl.constexpr = 0 if compensated is None else 3
+        LOW: tl.constexpr = 0 if compensated.numbers is None else 3
         # Pointers that move on: w * stride would need 64 bits.
-        arrived = arrived_bits + b * (BLOCK_SIZE // 8) + byte
-        scales = arrived_scales + at
-        for _ in range(world_size // 8):
-            first = load_four(arrived, arrived_bits_stride, plane, TERNARY)
-            first_scales = load_four_scales(scales, arrived_scales_stride, per_worker)
-            arrived = moved(arrived, arrived_bits_stride, 4)
-            scales = moved(scales, arrived_scales_stride, 4)
-            second = load_four(arrived, arrived_bits_stride, plane, TERNARY)
-            second_scales = load_four_scales(scales, arrived_scales_stride, per_worker)
-            arrived = moved(arrived, arrived_bits_stride, 4)
-            scales = moved(scales, arrived_scales_stride, 4)
+        packed = arrived.bits + b * (BLOCK_SIZE // 8) + byte
+        scales = arrived.scales + at
+        for _ in range(arrived.world_size // 8):
+            first = load_four(packed, arrived.bits_stride, arrived.plane, TERNARY)
+            first_scales = load_four_scales(scales, arrived.scales_stride, per_worker)
+            packed = moved(packed, arrived.bits_stride, 4)
+            scales = moved(scales, arrived.scales_stride, 4)
+            second = load_four(packed, arrived.bits_stride, arrived.plane, TERNARY)
+            second_scales = load_four_scales(scales, arrived.scales_stride, per_worker)
+            packed = moved(packed, arrived.bits_stride, 4)
+            scales = moved(scales, arrived.scales_stride, 4)
             total = add_four(total, first, first_scales, LOW, TERNARY)
             total = add_four(total, second, second_scales, LOW, TERNARY)
-        for _ in range(world_size // 8 * 8, world_size):
+        for _ in range(arrived.world_size // 8 * 8, arrived.world_size):
             scale = tl.load(scales) * per_worker
-            signs, nonzero = io.load_bits(arrived, plane, TERNARY)
+            signs, nonzero = io.load_bits(packed, arrived.plane, TERNARY)
             total += io.scaled(signs, nonzero, scale, TERNARY)
-            arrived += arrived_bits_stride
-            scales += arrived_scales_stride
+            packed += arrived.bits_stride
+            scales += arrived.scales_stride
         c = c + total
     c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
-    if compensated is not None:
-        c = io.store_kept(compensated, octaves, io.moment_bits(drawn, b, i, BLOCK_SIZE), b, i, c, True, BLOCK_SIZE)
+    if compensated.numbers is not None:
+        c = io.store(compensated, io.moment_bits(compensated.drawn, b, i, BLOCK_SIZE), b, i, c, True, BLOCK_SIZE)
     io.store_partials(partials, partials_stride, b, c, TERNARY)
-    io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, plane, c, TERNARY, HALVES=True)
+    io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, arrived.plane, c, TERNARY, HALVES=True)
 
 
-def _warps(block_size: int, TERNARY: bool, compensated: Tensor | None) -> int:
+def _warps(block_size: int, TERNARY: bool, compensated_numbers: Tensor | None) -> int:
     # One warp exchanges nothing with another; where ternary it would have no registers to spare, and where residuals
     # are rounded besides, four on AMD have none either.
     if TERNARY:
-        return 4 if compensated is None or compensated.dtype is torch.float32 else 8
+        return 4 if compensated_numbers is None or compensated_numbers.dtype is torch.float32 else 8
     return max(1, block_size // 1024)
 
 
 @op(
     server_reduce_kernel,
-    writes=("compensated", "bits", "partials", "flags", "kept_words", "header", "octaves"),
+    writes=("compensated.numbers", "compensated.exponents", "bits", "partials", "flags", "kept_words", "words"),
     derive={
         "num_warps": ("i32", _warps),
-        "world_size": ("i32", lambda arrived_bits: len(arrived_bits)),
-        "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
-        "compensated": ("", lambda compensated: compensated if compensated.numel() else None),
-        "server_scale": ("", lambda compensated, server_scale: None if compensated is None else server_scale),
+        "per_worker": ("fp32", lambda arrived_world_size: 1.0 / arrived_world_size),
+        "compensated_numbers": (
+            "",
+            lambda compensated_numbers: compensated_numbers if compensated_numbers.numel() else None,
+        ),
     },
 )
 def server_reduce(
-    arrived_bits: Bits, arrived_scales: Floats, arrived_words: Headers, own_words: Flag, slot: Indices, places: Places,
-    compensated: Moment, server_scale: PerBlock, bits: Bits, partials: Doubles, hold: Flag, flags: Flag,
-    kept_words: Headers, header: Headers | None = None, number: int = 0, counter: Flag | None = None, tag: int = 0,
-    drawn: Counters | None = None, octaves: Bits | None = None,
+    arrived: Sent, places: Places, compensated: Compensated, bits: Bits, partials: Doubles, hold: Flag, flags: Flag,
+    kept_words: Headers, words: Headers | None = None, header: Header | None = None,
 ) -> None:  # fmt: skip
     """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
 
         E = c - s*sign(c);  c = sum_w (s_w/W)*sign_w + E;  bits = c >= 0
 
-    Without ``compensated`` there is no E: c is the average. The sum runs in rank order. Where any rank's header has a
+    Without c there is no E: c is the average. The sum runs in rank order. Where any rank's header has a
     flag, or differs from this rank's in a checked word, nothing is averaged and E stays as it is.
 
     Args:
-        arrived_bits: uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary.
-        arrived_scales: float32 [W, slots].
-        arrived_words: int32 [W, 8], the headers.
-        own_words: int32 [8], this rank's.
-        slot: int32 [B / W], each block's slot.
-        compensated: The server's c, float32, bfloat16 or codes [P / W], read and written; or empty.
-        server_scale: Its s of the last step, float32 [B / W].
+        arrived: What workers have sent.
+        compensated: The server's [P / W], read and written; or empty.
         places: Of this chunk.
         bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
         partials: float64 [2, B / W], or [3, B / W], written as by ``momentum_compress``.
         hold: int32 [1]; where set nothing is written but what follows.
         flags: int32 [1], written: ``agreed_flags`` of the headers and of ``hold``.
         kept_words: int32 [W, 8], written: the headers.
-        header: int32 [1, 8], that of the server's message where scales are no measured ones, written: STEP, TAG,
+        words: int32 [1, 8], header of the server's message where scales are no measured ones, written: STEP, TAG,
             DIGEST as in ``own_words`` and, with ``flags``, FLAGS; SIGNAL is 0. None: ``finish`` writes it.
-        number, counter, tag: Its words, as for ``finish``.
-        drawn: As for ``momentum_compress``.
-        octaves: uint8 [B / W], written, of codes; None: there are none.
+        header: STEP, counted by nobody, and TAG; None, as ``words``.
     """
-    flags.copy_(headers.agreed_flags(arrived_words, own_words, hold))
-    kept_words.copy_(arrived_words)
-    if header is not None:
-        step = number if counter is None else counter
-        for word, value in ((STEP, step), (DIGEST, own_words[DIGEST]), (TAG, tag), (FLAGS, flags), (SIGNAL, 0)):
-            header[:, word] = value
+    flags.copy_(headers.agreed_flags(arrived.words, arrived.own_words, hold))
+    kept_words.copy_(arrived.words)
+    if words is not None and header is not None:
+        step, digest = header.number if header.counter is None else header.counter, arrived.own_words[DIGEST]
+        for word, value in ((STEP, step), (DIGEST, digest), (TAG, header.tag), (FLAGS, flags), (SIGNAL, 0)):
+            words[:, word] = value
     if hold:
         return
-    world_size, keeps, flat = len(arrived_bits), compensated.numel() > 0, places.rows(compensated)
-    for tile in tiles((len(places.live_row) * places.block_size,), 1, places.block_size, compensated.device):
+    of_c = compensated.stored
+    world_size, keeps, device = len(arrived.bits), of_c.numbers.numel() > 0, arrived.scales.device
+    for tile in tiles((len(places.live_row) * places.block_size,), 1, places.block_size, device):
         b = tile.blocks
-        total = torch.zeros(tile.numel // places.block_size, places.block_size, device=compensated.device)
+        total = torch.zeros(tile.numel // places.block_size, places.block_size, device=device)
         new = torch.zeros_like(total)
         if keeps:
-            of_c = None if octaves is None else octaves[b]
-            new = rules.residual(kept_values(flat[b], of_c), server_scale[b, None], arrived_bits.dim() == 3)
+            new = rules.residual(load(of_c, tile), compensated.scale[b, None], arrived.bits.dim() == 3)
         if not flags:
-            scales = arrived_scales[:, slot[b]] * (1.0 / world_size)
+            scales = arrived.scales[:, arrived.slot[b]] * (1.0 / world_size)
             for w in range(world_size):
-                total += scaled(arrived_bits[w, ..., tile.bytes], scales[w, :, None])
+                total += scaled(arrived.bits[w, ..., tile.bytes], scales[w, :, None])
             new += total
         new = only_live(new, places, tile)
         if keeps:
-            new = keep(flat[b], of_c, new, drawn, tile)
+            new = store(of_c, new, compensated.drawn, tile)
         compress(new, bits[0, ..., tile.bytes])
         write_partials(new, partials[:, b])

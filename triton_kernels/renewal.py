@@ -7,10 +7,10 @@ import torch
 from . import block_io as io
 from . import headers, rules
 from .advance import plain_power, power
-from .codes import coded, decode, decoded, keep_nearest, load_codes, store_codes
-from .eager import kept_values, nearest, only_live, scaled, tiles
+from .codes import decode, load_codes
+from .eager import load, nearest, only_live, scaled, store_nearest, tiles
 from .jit import jit, rule, tl
-from .nouns import Bits, Doubles, Flag, Floats, Moment, PerBlock, Places, Signs, Table
+from .nouns import Bits, Codes, Divisor, Doubles, Flag, Floats, PerBlock, Places, Signs, Stored, Table
 from .op import op
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
 from .squares import ALIVE, PROJECTED, TOTAL
@@ -179,10 +179,8 @@ def renew_levels(
 
 @jit()
 def renew_kernel(
-    compensated, scale, settled, exp_avg_bits, exp_avg_bits_stride, exp_avg_scale, coef, block_tensor, exp_avg_sq,
-    logs, logs_stride, tops, tops_stride, factors, factors_stride, live, live_row, octaves, v_octaves,
-    blocks_per_chunk, plane,
-    EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, WRITES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    compensated, scale, settled, exp_avg, coef, block_tensor, exp_avg_sq, means, factors, factors_stride, live,
+    live_row, blocks_per_chunk, TERNARY: tl.constexpr, WRITES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: 4, 2 or 1 for c and for v, twice; 1/8 for bits if any, 1 for a logarithm."""
     b = tl.program_id(0).to(tl.int64)
@@ -192,58 +190,48 @@ def renew_kernel(
     own = b - chunk * blocks_per_chunk
     row = tl.load(live_row + b)
     mask = io.counting(live, row, i, BLOCK_SIZE)
-    logs += chunk * logs_stride + own * BLOCK_SIZE
-    mean_sq = load_codes(logs + i, tops + chunk * tops_stride + own, False)
+    at = means.numbers + chunk * means.numbers_stride + own * BLOCK_SIZE
+    mean_sq = load_codes(at + i, means.exponents + chunk * means.exponents_stride + own, False)
     factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
     v = rules.renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
-    last = io.load_kept(exp_avg_sq, v_octaves, b, i, False, BLOCK_SIZE)
+    last = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
     v = io.only_active(tl.where(usual > 0, v, last), mask, row)
-    if v_octaves is None:
-        stored = io.rounded(v, None, exp_avg_sq.dtype.element_ty)
-        v = stored.to(tl.float32)
-    else:
-        stored, octave = coded(v, None, False, True)
-        v = decoded(stored, octave, False)
-    if compensated is not None:
-        c = io.load_kept(compensated, octaves, b, i, True, BLOCK_SIZE)
+    v, code, exponent = io.nearest(exp_avg_sq, v, False)
+    if compensated.numbers is not None:
+        c = io.load(compensated, b, i, True, BLOCK_SIZE)
         s = tl.load(scale + b)
-        if exp_avg_bits is not None:
-            packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-            signs, nonzero = io.load_bits(packed, plane, TERNARY)
-            kept = rules.carried(io.scaled(signs, nonzero, tl.load(exp_avg_scale + b), TERNARY), c, s, k, TERNARY)
+        if exp_avg.bits is not None:
+            packed = io.bytes_at(exp_avg.bits, exp_avg.bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+            signs, nonzero = io.load_bits(packed, exp_avg.plane, TERNARY)
+            kept = rules.carried(io.scaled(signs, nonzero, tl.load(exp_avg.scale + b), TERNARY), c, s, k, TERNARY)
         else:
             kept = rules.residual(c, s, TERNARY)
-        old = rules.denominator(last, k, EPS_INSIDE_SQRT)
-        new = rules.denominator(v, k, EPS_INSIDE_SQRT)
+        old = rules.denominator(last, k, exp_avg_sq.EPS_INSIDE_SQRT)
+        new = rules.denominator(v, k, exp_avg_sq.EPS_INSIDE_SQRT)
         c = io.only_active(rules.in_unit(kept, last, old, new), mask, row)
-        if octaves is None:
-            tl.store(compensated + b * BLOCK_SIZE + i, io.rounded(c, None, compensated.dtype.element_ty))
-        else:
-            store_codes(c, compensated + b * BLOCK_SIZE + i, octaves + b, None, True, False)
+        _, code_of_c, exponent_of_c = io.nearest(compensated, c, True)
+        io.store_nearest(compensated, b, i, code_of_c, exponent_of_c, BLOCK_SIZE)
         tl.debug_barrier()  # all have read the scales
         tl.store(settled + b, tl.load(settled + b) + s)
         tl.store(scale + b, 0.0)
-        if exp_avg_bits is not None:
-            tl.store(exp_avg_scale + b, 0.0)
+        if exp_avg.bits is not None:
+            tl.store(exp_avg.scale + b, 0.0)
     if WRITES:
-        tl.store(exp_avg_sq + b * BLOCK_SIZE + i, stored.to(exp_avg_sq.dtype.element_ty))
-        if v_octaves is not None:
-            tl.store(v_octaves + b, octave.to(tl.uint8))
+        io.store_nearest(exp_avg_sq, b, i, code, exponent, BLOCK_SIZE)
 
 
 @op(
     renew_kernel,
-    writes=("compensated", "scale", "settled", "exp_avg_scale", "exp_avg_sq", "octaves", "v_octaves"),
-    derive={
-        "blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs)),
-        "plane": ("i32", lambda exp_avg_bits: 0 if exp_avg_bits is None else exp_avg_bits.stride(-2)),
-    },
+    writes=(
+        *("compensated.numbers", "compensated.exponents", "scale", "settled", "exp_avg.scale"),
+        *("exp_avg_sq.numbers", "exp_avg_sq.exponents"),
+    ),
+    derive={"blocks_per_chunk": ("i32", lambda live_row, means_numbers: len(live_row) // len(means_numbers))},
 )
 def renew(
-    places: Places, compensated: Moment | None, scale: PerBlock | None, settled: PerBlock | None,
-    exp_avg: Signs | None, ternary: bool, eps_inside_sqrt: bool, coef: Floats,
-    exp_avg_sq: Moment, logs: Bits, tops: Bits, factors: Floats, writes: bool, octaves: Bits | None = None,
-    v_octaves: Bits | None = None,
+    places: Places, compensated: Stored | None, scale: PerBlock | None, settled: PerBlock | None,
+    exp_avg: Signs | None, ternary: bool, coef: Floats, exp_avg_sq: Divisor, means: Codes, factors: Floats,
+    writes: bool,
 ) -> None:  # fmt: skip
     """Brings what is divided by one variance's root to the unit of the next: times old over new denominator.
 
@@ -251,42 +239,39 @@ def renew(
     the next ``momentum_compress`` finds there what both contribute, so that nothing of what was compressed is lost.
 
     Args:
-        compensated: float32, bfloat16 or codes [n], read and written, to nearest: c, of a worker or of a server; None:
-            nothing was divided.
+        compensated: c, of a worker or of a server [n], read and written, to nearest; None: nothing was divided.
         scale: float32 [blocks], s of c; written: 0.
         settled: float32 [blocks], to which it is added.
         exp_avg: m of the last step, of whose bits there is a row for each chunk; scales are written: 0. Of a
             server None.
         ternary: Whether bits have two planes.
-        places, eps_inside_sqrt, coef: As for ``momentum_compress``.
-        exp_avg_sq: v, in whose unit c still is, float32, bfloat16 or codes [n].
-        logs, tops: uint8 [chunks, elements] and [chunks, blocks], of which the next v is made, see ``codes.encode``.
+        places, coef: As for ``momentum_compress``.
+        exp_avg_sq: v, in whose unit c still is [n].
+        means: Mean squares, of which the next v is made.
         factors: float32 [3, tensors], as ``renew_levels`` writes it.
         writes: Whether ``exp_avg_sq`` becomes the next v.
-        octaves, v_octaves: uint8 [blocks] each, of codes of c and of v, written with these; None: there are none.
     """
-    v_of, flat = places.rows(exp_avg_sq), None if compensated is None else places.rows(compensated)
-    for tile in tiles((exp_avg_sq.numel(),), len(logs), places.block_size, exp_avg_sq.device, len(places.live_row)):
-        b, owner, first = tile.blocks, places.block_tensor[tile.blocks], tile.chunk * tops.shape[1]
+    (chunks, per_chunk), numel = means.exponents.shape, exp_avg_sq.numbers.numel()
+    for tile in tiles((numel,), chunks, places.block_size, factors.device, len(places.live_row)):
+        b, owner, first = tile.blocks, places.block_tensor[tile.blocks], tile.chunk * per_chunk
         own = slice(b.start - first, b.stop - first)
-        mean_sq = decode(places.rows(logs[tile.chunk])[own], tops[tile.chunk, own])
-        of_c, of_v = (None if each is None else each[b] for each in (octaves, v_octaves))
-        last = kept_values(v_of[b], of_v, signed=False)
+        mean_sq = decode(places.rows(means.numbers[tile.chunk])[own], means.exponents[tile.chunk, own])
+        last = load(exp_avg_sq, tile, signed=False)
         new = rules.renewed(mean_sq, *factors[:, owner, None])
         new = only_live(tl.where(factors[USUAL, owner, None] > 0, new, last), places, tile)
-        new = nearest(new, exp_avg_sq.dtype, signed=False)
-        if flat is not None and scale is not None:
-            k, s, c = coef[owner], scale[b, None], kept_values(flat[b], of_c)
+        new = nearest(new, exp_avg_sq.numbers.dtype, signed=False)
+        if compensated is not None and scale is not None:
+            k, s, c = coef[owner], scale[b, None], load(compensated, tile)
             if exp_avg is None:
                 kept = rules.residual(c, s, ternary)
             else:
                 m = scaled(exp_avg.bits[tile.chunk, ..., tile.bytes], exp_avg.scale[b, None])
                 kept = rules.carried(m, c, s, k, ternary)
-            units = (rules.denominator(each, k, eps_inside_sqrt) for each in (last, new))
+            units = (rules.denominator(each, k, exp_avg_sq.eps_inside_sqrt) for each in (last, new))
             c = only_live(rules.in_unit(kept, last, *units), places, tile)
-            keep_nearest(c, flat[b], of_c)
+            store_nearest(compensated, c, tile)
         if writes:
-            keep_nearest(new, v_of[b], of_v, signed=False)
+            store_nearest(exp_avg_sq, new, tile, signed=False)
     if scale is not None and settled is not None:
         settled += scale
         scale.zero_()

@@ -20,9 +20,9 @@ from . import bit_rules, rules
 from . import block_io as io
 from . import user_tensors as users
 from .codes import decode, decoded, encode, load_codes, store_codes
-from .eager import gather, kept_values, only_live, square_sum, tiles
+from .eager import gather, load, only_live, square_sum, tiles
 from .jit import jit, tl
-from .nouns import Bits, Counters, Floats, Indices, Moment, Places, Tensors
+from .nouns import Codes, Counters, Floats, Indices, Places, Stored, Tensors
 from .op import op
 from .rules import LARGEST
 
@@ -55,8 +55,8 @@ def store_sums(x, share, at, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def tell_squares_kernel(
-    grads_table, tensors, worker_sq, factor, updates, first_block, block_tensor, block_start, live, live_row, share,
-    place, logs, logs_stride, tops, tops_stride, projections, projections_stride, octaves, blocks_per_chunk,
+    grads_table, tensors, worker_sq, factor, updates, first_block, places, share, place, logs, projections,
+    projections_stride, blocks_per_chunk,
     GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: g, 4, 2 or 1 for the squares, 1 for the logarithm; 4 for a projection."""
@@ -64,13 +64,13 @@ def tell_squares_kernel(
     i = io.elements(BLOCK_SIZE)
     chunk = b // blocks_per_chunk
     own = b - chunk * blocks_per_chunk
-    squares = io.load_kept(worker_sq, octaves, b, i, False, BLOCK_SIZE)
-    at = logs + chunk * logs_stride + own * BLOCK_SIZE + i
-    store_codes(squares, at, tops + chunk * tops_stride + own, None, False, False)
-    t = tl.load(block_tensor + b)
-    row = tl.load(live_row + b)
-    place_of = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-    mask = io.counting(live, row, i, BLOCK_SIZE)
+    squares = io.load(worker_sq, b, i, False, BLOCK_SIZE)
+    at = logs.numbers + chunk * logs.numbers_stride + own * BLOCK_SIZE + i
+    store_codes(squares, at, logs.exponents + chunk * logs.exponents_stride + own, None, False, False)
+    t = tl.load(places.block_tensor + b)
+    row = tl.load(places.live_row + b)
+    place_of = users.place_of(grads_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+    mask = io.counting(places.live, row, i, BLOCK_SIZE)
     g = io.only_active(users.load(place_of, i, mask, row, GRADS), mask, row)
     if factor is not None:
         g = g * tl.load(factor)
@@ -84,12 +84,12 @@ def tell_squares_kernel(
 
 @op(
     tell_squares_kernel,
-    writes=("logs", "tops", "projections"),
-    derive={"blocks_per_chunk": ("i32", lambda live_row, logs: len(live_row) // len(logs))},
+    writes=("logs.numbers", "logs.exponents", "projections"),
+    derive={"blocks_per_chunk": ("i32", lambda live_row, logs_numbers: len(live_row) // len(logs_numbers))},
 )
 def tell_squares(
-    grads: Tensors, places: Places, worker_sq: Moment, factor: Floats | None, updates: Counters, first_block: int,
-    share: Indices, place: Indices, logs: Bits, tops: Bits, projections: Floats, octaves: Bits | None = None,
+    grads: Tensors, places: Places, worker_sq: Stored, factor: Floats | None, updates: Counters, first_block: int,
+    share: Indices, place: Indices, logs: Codes, projections: Floats,
 ) -> None:  # fmt: skip
     """Writes what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
 
@@ -98,20 +98,20 @@ def tell_squares(
 
     Args:
         grads, places: As for ``momentum_compress``.
-        worker_sq: float32, bfloat16 or codes [P], the EMA of their squares.
+        worker_sq: The EMA of their squares.
         factor: What gradients are multiplied with, float32 [1]; None: nothing.
         updates: int64 [].
         first_block: Index of the first block here in all of the index space.
         share, place: int32 [B], see ``Projections``.
-        logs, tops: uint8 [chunks, elements] and [chunks, blocks], written, see ``codes.encode``.
+        logs: Written.
         projections: float32 [chunks, projections], written.
-        octaves: uint8 [B], of codes; None: there are none.
     """
-    for tile in tiles(places.sizes, len(logs), places.block_size, worker_sq.device, len(places.live_row)):
-        b, first = tile.blocks, tile.chunk * tops.shape[1]
+    chunks, per_chunk = logs.exponents.shape
+    for tile in tiles(places.sizes, chunks, places.block_size, updates.device, len(places.live_row)):
+        b, first = tile.blocks, tile.chunk * per_chunk
         own = slice(b.start - first, b.stop - first)
-        squares = kept_values(places.rows(worker_sq)[b], None if octaves is None else octaves[b], signed=False)
-        encode(squares, places.rows(logs[tile.chunk])[own], tops[tile.chunk, own])
+        squares = load(worker_sq, tile, signed=False)
+        encode(squares, places.rows(logs.numbers[tile.chunk])[own], logs.exponents[tile.chunk, own])
         g = only_live(gather(grads, tile, places.block_size), places, tile)
         g = g if factor is None else g * factor
         x = g * random_signs(updates, first_block + b.start, (len(g), places.block_size))
@@ -137,28 +137,27 @@ def random_signs(updates: Tensor, first_block: int, shape: tuple[int, int]) -> T
 
 @jit()
 def average_squares_kernel(
-    arrived_logs, arrived_logs_stride, arrived_tops, arrived_tops_stride, arrived_projections,
-    arrived_projections_stride, world_size, per_worker, live, live_row, share, place, logs, tops, sums, sums_stride,
-    BLOCK_SIZE: tl.constexpr,
+    arrived, arrived_projections, arrived_projections_stride, world_size, per_worker, live, live_row, share, place,
+    mean_numbers, mean_exponents, sums, sums_stride, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of a chunk. Bytes per element: 1 for each worker's logarithm, 1 for the mean's."""
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     lane = tl.arange(0, BLOCK_SIZE)
     inside = lane < BLOCK_SIZE // tl.load(share + b)
-    own = arrived_logs + b * BLOCK_SIZE + i
-    top = arrived_tops + b
+    own = arrived.numbers + b * BLOCK_SIZE + i
+    exponent_at = arrived.exponents + b
     at = arrived_projections + tl.load(place + b) + lane
     mean_sq = tl.zeros(i.shape, tl.float32)
     projected = tl.zeros([BLOCK_SIZE], tl.float32)
     for _ in range(world_size):
-        mean_sq += load_codes(own, top, False) * per_worker
+        mean_sq += load_codes(own, exponent_at, False) * per_worker
         projected += tl.load(at, mask=inside, other=0.0)
-        own += arrived_logs_stride
-        top += arrived_tops_stride
+        own += arrived.numbers_stride
+        exponent_at += arrived.exponents_stride
         at += arrived_projections_stride
-    code, octave = store_codes(mean_sq, logs + b * BLOCK_SIZE + i, tops + b, None, False, False)
-    told = decoded(code, octave, False)
+    code, exponent = store_codes(mean_sq, mean_numbers + b * BLOCK_SIZE + i, mean_exponents + b, None, False, False)
+    told = decoded(code, exponent, False)
     row = tl.load(live_row + b)
     told = io.only_active(told, io.counting(live, row, i, BLOCK_SIZE), row)
     wide = (projected * per_worker).to(tl.float64)
@@ -169,38 +168,37 @@ def average_squares_kernel(
 
 @op(
     average_squares_kernel,
-    writes=("logs", "tops", "sums"),
+    writes=("mean.numbers", "mean.exponents", "sums"),
     derive={
-        "world_size": ("i32", lambda arrived_logs: len(arrived_logs)),
+        "world_size": ("i32", lambda arrived_numbers: len(arrived_numbers)),
         "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
     },
 )
 def average_squares(
-    places: Places, arrived_logs: Bits, arrived_tops: Bits, arrived_projections: Floats, share: Indices,
-    place: Indices, logs: Bits, tops: Bits, sums: Floats,
+    places: Places, arrived: Codes, arrived_projections: Floats, share: Indices, place: Indices, mean: Codes,
+    sums: Floats,
 ) -> None:  # fmt: skip
     """Writes the mean of what workers have told of a chunk, added in their order, and its sums.
 
     Args:
-        arrived_logs, arrived_tops, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
+        arrived, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
         places, share, place: Of the blocks of the chunk.
-        logs, tops: uint8 [elements] and [blocks], written, see ``codes.encode``.
+        mean: Written, one row.
         sums: float32 [3, blocks], written: the sum of the means as they were rounded, how many are above 0, and the
             square of the mean gradient's projections, infinite or NaN where any worker's is.
     """
-    per_worker = 1.0 / len(arrived_logs)
-    for tile in tiles((logs.numel(),), 1, places.block_size, logs.device, len(places.live_row)):
+    per_worker, device = 1.0 / len(arrived.numbers), sums.device
+    for tile in tiles((mean.numbers.numel(),), 1, places.block_size, device, len(places.live_row)):
         b = tile.blocks
-        rows = [(places.rows(own)[b], top[b]) for own, top in zip(arrived_logs, arrived_tops, strict=True)]
-        mean_sq = torch.zeros(tile.numel // places.block_size, places.block_size, device=logs.device)
-        for own, top in rows:
-            mean_sq += decode(own, top) * per_worker
-        own, top = places.rows(logs)[b], tops[b]
-        encode(mean_sq, own, top)
-        told = only_live(decode(own, top), places, tile)
+        mean_sq = torch.zeros(tile.numel // places.block_size, places.block_size, device=device)
+        for own, exponents in zip(*arrived, strict=True):
+            mean_sq += decode(places.rows(own)[b], exponents[b]) * per_worker
+        own, exponents = places.rows(mean.numbers[0])[b], mean.exponents[0, b]
+        encode(mean_sq, own, exponents)
+        told = only_live(decode(own, exponents), places, tile)
         sums[TOTAL, b] = told.sum(1, dtype=torch.float64).clamp(max=LARGEST).float()
         sums[ALIVE, b] = (told > 0).sum(1).float()
-        lane = torch.arange(places.block_size, device=logs.device)
+        lane = torch.arange(places.block_size, device=device)
         inside, at = lane < (places.block_size // share[b])[:, None], place[b][:, None] + lane
         projected = torch.zeros_like(mean_sq)
         at = torch.where(inside, at, 0).long()

@@ -8,25 +8,24 @@ from . import block_io as io
 from . import rules
 from . import user_tensors as users
 from .advance import WIDTH, count_kernel, count_plainly, programs_of
-from .eager import gather, moments, move, only_live, scaled, square_sum, tiles, write
+from .eager import follow, gather, load, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
 from .nouns import (
-    Bits,
     Correction,
     Count,
     Counters,
+    Divisor,
     DoublePerBlock,
     Doubles,
     Flag,
     Floats,
-    Moment,
+    Moments,
     PerBlock,
     PerElement,
     Places,
     Signs,
     Table,
     Tensors,
-    Variance,
 )
 from .op import op
 
@@ -44,17 +43,18 @@ def moved_kernel(place, words, b, i, update, k, mask, row, fine, correction,
 
 
 @jit()
-def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums, found, drawn, first, b, i, k, mask,
-                   row, AS_KEPT: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+def moments_kernel(place, moments, exp_avg_sq_sums, found, first, b, i, k, mask, row,
+                   AS_KEPT: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """Updates m and v of a block, and the sum of v where asked; returns both, and which gradients count.
 
     Where there is ``found``, elements whose gradient does not keep both. AS_KEPT: returns what is kept of both, which
     another launch reads again; else both before they are rounded.
     """
     g = users.load(place, i, mask, row, GRADS)
-    of_v = io.row_of(octaves, stride, 1)
-    m_before = io.load_kept(exp_avg, octaves, b, i, True, BLOCK_SIZE)
-    v_before = io.load_kept(exp_avg_sq, of_v, b, i, False, BLOCK_SIZE)
+    exp_avg = io.row_of(moments.exp_avg, moments.exponents, moments.exponents_stride, 0)
+    exp_avg_sq = io.row_of(moments.exp_avg_sq, moments.exponents, moments.exponents_stride, 1)
+    m_before = io.load(exp_avg, b, i, True, BLOCK_SIZE)
+    v_before = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
     m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
     fine = rules.counts(g, k)
     if found is not None:
@@ -64,9 +64,9 @@ def moments_kernel(place, exp_avg, exp_avg_sq, octaves, stride, exp_avg_sq_sums,
         m = rules.momentum(m_before, g, k)  # again, behind the sum, or sm_80 spills a register
         if found is not None:
             m = tl.where(fine, m, m_before)
-    bits = io.moment_bits(drawn, io.place_in_whole(b, first), i, BLOCK_SIZE)
-    kept_m = io.store_kept(exp_avg, octaves, bits, b, i, m, True, BLOCK_SIZE)
-    kept_v = io.store_kept(exp_avg_sq, of_v, bits, b, i, v, False, BLOCK_SIZE)
+    bits = io.moment_bits(moments.drawn, io.place_in_whole(b, first), i, BLOCK_SIZE)
+    kept_m = io.store(exp_avg, bits, b, i, m, True, BLOCK_SIZE)
+    kept_v = io.store(exp_avg_sq, bits, b, i, v, False, BLOCK_SIZE)
     if AS_KEPT:
         m, v = kept_m, kept_v
     return m, v, fine
@@ -90,11 +90,9 @@ def forget_kernel(b, found_before):
 
 @jit()
 def apply_momentum_kernel(
-    params_table, tensors, exp_avg_bits, exp_avg_bits_stride, plane, exp_avg_scale, exp_avg_sq, coef, block_tensor,
-    block_start, live, live_row, skip, rounding, digest, x_squares, count, steps, correction, blocks,
-    blocks_per_chunk, blocks_per_digest,
-    PARAMS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    params_table, tensors, exp_avg, exp_avg_sq, coef, places, skip, rounding, digest, x_squares, count, steps,
+    correction, blocks, blocks_per_chunk, blocks_per_digest,
+    PARAMS: tl.constexpr, TERNARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks, and behind them, where the step is counted, ceil(tensors / WIDTH).
 
@@ -102,18 +100,18 @@ def apply_momentum_kernel(
     """
     b = tl.program_id(0).to(tl.int64)
     if b < blocks:
-        row = tl.load(live_row + b)
-        packed = io.bytes_at(exp_avg_bits, exp_avg_bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
-        signs, nonzero = io.load_bits(packed, plane, TERNARY)
+        row = tl.load(places.live_row + b)
+        packed = io.bytes_at(exp_avg.bits, exp_avg.bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
+        signs, nonzero = io.load_bits(packed, exp_avg.plane, TERNARY)
         if (tl.load(skip) == 0) & (row != 1):
             i = io.elements(BLOCK_SIZE)
-            t, k = io.tensor_of(b, block_tensor, coef)
-            update = io.scaled(signs, nonzero, rules.plain_scale(tl.load(exp_avg_scale + b), k), TERNARY)
-            if exp_avg_sq is not None:
-                v = tl.load(exp_avg_sq + b * BLOCK_SIZE + i).to(tl.float32)
-                update = rules.preconditioned(update, v, k, EPS_INSIDE_SQRT)
-            mask = io.counting(live, row, i, BLOCK_SIZE)
-            place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+            t, k = io.tensor_of(b, places.block_tensor, coef)
+            update = io.scaled(signs, nonzero, rules.plain_scale(tl.load(exp_avg.scale + b), k), TERNARY)
+            if exp_avg_sq.numbers is not None:
+                v = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
+                update = rules.preconditioned(update, v, k, exp_avg_sq.EPS_INSIDE_SQRT)
+            mask = io.counting(places.live, row, i, BLOCK_SIZE)
+            place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
             words = io.random_words(rounding, b, i, BLOCK_SIZE)
             x = moved_kernel(place, words, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
             if x_squares is not None:
@@ -139,10 +137,9 @@ def apply_momentum_kernel(
     },
 )
 def apply_momentum(
-    params: Tensors, places: Places, exp_avg: Signs, exp_avg_sq: Variance | None,
-    eps_inside_sqrt: bool, coef: Floats, skip: Flag, rounding: Counters | None, digest: Counters | None = None,
-    x_squares: PerBlock | None = None, count: Count | None = None, steps: Doubles | None = None,
-    correction: Correction | None = None,
+    params: Tensors, places: Places, exp_avg: Signs, exp_avg_sq: Divisor | None, coef: Floats, skip: Flag,
+    rounding: Counters | None, digest: Counters | None = None, x_squares: PerBlock | None = None,
+    count: Count | None = None, steps: Doubles | None = None, correction: Correction | None = None,
 ) -> None:  # fmt: skip
     """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
@@ -153,8 +150,8 @@ def apply_momentum(
         params: Parameters of any float dtype, dense, written; computed in float32, rounded once.
         places: Where they lie; elements that do not count stay.
         exp_avg: m.
-        exp_avg_sq: Frozen variance, float32 or bfloat16 [P], or None where the unit is over denom already.
-        eps_inside_sqrt: Which denom (Fixing 1-bit Adam, eq. 2, puts eps inside).
+        exp_avg_sq: Frozen variance, and which denom (Fixing 1-bit Adam, eq. 2, puts eps inside); None where the unit is
+            over denom already.
         coef: float32 [tensors, columns of ``Coef``].
         skip: int32 [1]; where set nothing moves.
         rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
@@ -184,7 +181,8 @@ def apply_momentum(
         k = coef[places.block_tensor[b]]
         update = scaled(exp_avg.bits[tile.chunk, ..., tile.bytes], rules.plain_scale(exp_avg.scale[b, None], k))
         if exp_avg_sq is not None:
-            update = rules.preconditioned(update, places.rows(exp_avg_sq)[b].float(), k, eps_inside_sqrt)
+            v = load(exp_avg_sq, tile, signed=False)
+            update = rules.preconditioned(update, v, k, exp_avg_sq.eps_inside_sqrt)
         x = move(params, tile, places, update, k, rounding, None, correction)
         if x_squares is not None:
             told = square_sum(only_live(x, places, tile)).float()
@@ -193,23 +191,23 @@ def apply_momentum(
 
 @jit()
 def adam_update_kernel(
-    params_table, tensors, grads_table, exp_avg, exp_avg_sq, coef, block_tensor, block_start, live, live_row, skip,
-    exp_avg_sq_sums, rounding, found, found_before, drawn, octaves, octaves_stride, correction, first,
+    params_table, tensors, grads_table, moments, coef, places, skip, exp_avg_sq_sums, rounding, found, found_before,
+    correction, first,
     PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: x and its correction twice, g, 8, 4 or 2 for m and for v."""
     b = tl.program_id(0).to(tl.int64)
     forget_kernel(b, found_before)
-    row = tl.load(live_row + b)
+    row = tl.load(places.live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
-        t, k = io.tensor_of(b, block_tensor, coef)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        moments = place, exp_avg, exp_avg_sq, octaves, octaves_stride, exp_avg_sq_sums, found, drawn, first
-        m, v, fine = moments_kernel(*moments, b, i, k, mask, row, False, GRADS, BLOCK_SIZE)
+        t, k = io.tensor_of(b, places.block_tensor, coef)
+        mask = io.counting(places.live, row, i, BLOCK_SIZE)
+        place = users.place_of(grads_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+        given = place, moments, exp_avg_sq_sums, found, first
+        m, v, fine = moments_kernel(*given, b, i, k, mask, row, False, GRADS, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, False)
-        place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
+        place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
         words = io.random_words(rounding, io.place_in_whole(b, first), i, BLOCK_SIZE)
         if found is None:
             moved_kernel(place, words, b, i, update, k, mask, row, None, correction, PARAMS, BLOCK_SIZE)
@@ -220,13 +218,15 @@ def adam_update_kernel(
 
 @op(
     adam_update_kernel,
-    writes=("params", "exp_avg", "exp_avg_sq", "exp_avg_sq_sums", "found", "found_before", "octaves", "correction"),
+    writes=(
+        *("params", "moments.exp_avg", "moments.exp_avg_sq", "moments.exponents"),
+        *("exp_avg_sq_sums", "found", "found_before", "correction"),
+    ),
 )
 def adam_update(
-    params: Tensors, grads: Tensors, places: Places, exp_avg: Moment, exp_avg_sq: Moment, coef: Floats, skip: Flag,
+    params: Tensors, grads: Tensors, places: Places, moments: Moments, coef: Floats, skip: Flag,
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
-    found_before: Flag | None = None, drawn: Counters | None = None, octaves: Bits | None = None,
-    correction: Correction | None = None, first: Table | None = None,
+    found_before: Flag | None = None, correction: Correction | None = None, first: Table | None = None,
 ) -> None:  # fmt: skip
     """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -234,16 +234,11 @@ def adam_update(
 
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
-        exp_avg, exp_avg_sq: m and v, float32, bfloat16, or codes in uint8 [P] (``codes.encode``), read and written;
-            of blocks where nothing counts they may stay.
+        moments: Read and written; of blocks where nothing counts they may stay.
         exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
         found: int32 [1], ``PARTLY`` is set where an element of a gradient exceeds GRAD_LIMIT, or is no number: it
             and its moments stay as they are. None: all count.
         found_before: int32 [1], written: 0, also where ``skip`` is set; or None.
-        drawn: int64 [], the updates done, with which moments that are not float32 are rounded stochastically: to
-            nearest, v would stand still. None: they are float32.
-        octaves: uint8 [2 or more, B], the first two written: of each block, where codes of m and of v lie; None: there
-            are no codes.
         first: int32 [1], which of a longer index space's blocks the first one is: random bits are those of its place
             there. None: there is none.
     """
@@ -251,26 +246,27 @@ def adam_update(
         found_before.zero_()
     if skip:
         return
-    for tile in tiles(places.sizes, 1, places.block_size, exp_avg.device, first=0 if first is None else int(first)):
+    for tile in tiles(places.sizes, 1, places.block_size, skip.device, first=0 if first is None else int(first)):
         k = coef[places.block_tensor[tile.blocks]]
         g = only_live(gather(grads, tile, places.block_size), places, tile)
-        m, v, still = moments(g, exp_avg, exp_avg_sq, exp_avg_sq_sums, found, drawn, octaves, tile, k)
+        m, v, still = follow(g, moments, exp_avg_sq_sums, found, tile, k)
         update = rules.preconditioned(m, v, k, False)
         move(params, tile, places, update, k, rounding, still, correction)
 
 
 @jit()
 def add_values_kernel(
-    params_table, tensors, values, block_tensor, block_start, live, live_row, skip, rounding,
+    params_table, tensors, values, places, skip, rounding,
     PARAMS: tl.constexpr, REPLACES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: 4, and the parameter twice (once)."""
     b = tl.program_id(0).to(tl.int64)
-    row = tl.load(live_row + b)
+    row = tl.load(places.live_row + b)
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
-        place = users.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
+        mask = io.counting(places.live, row, i, BLOCK_SIZE)
+        t = tl.load(places.block_tensor + b)
+        place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
         new = tl.load(values + b * BLOCK_SIZE + i)
         if not REPLACES:
             new = users.load(place, i, mask, row, PARAMS) - new

@@ -32,8 +32,8 @@ def _weigh(b, step, weights, weights_stride, slots, rank, world_size):
 
 @jit()
 def vote_kernel(
-    grads_table, tensors, exp_avg, coef, block_tensor, block_start, live, live_row, step, hold, bits, bits_stride,
-    flags, weights, weights_stride, slots, rank, world_size, blocks_per_chunk,
+    grads_table, tensors, exp_avg, coef, places, step, hold, bits, bits_stride, flags, weights, weights_stride, slots,
+    rank, world_size, blocks_per_chunk,
     GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: the gradient, 8 for m, 1/8 for bits; a weight per block."""
@@ -41,15 +41,15 @@ def vote_kernel(
     if weights is not None:
         _weigh(b, step, weights, weights_stride, slots, rank, world_size)
     i = io.elements(BLOCK_SIZE)
-    row = tl.load(live_row + b)
+    row = tl.load(places.live_row + b)
     if row == 1:
         # Computed where they are written, so that no register holds them meanwhile.
         at = io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE)
         tl.store(at, tl.full([BLOCK_SIZE // 8], 0xFF, tl.uint8))
     else:
-        t, k = io.tensor_of(b, block_tensor, coef)
-        place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
+        t, k = io.tensor_of(b, places.block_tensor, coef)
+        place = users.place_of(grads_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+        mask = io.counting(places.live, row, i, BLOCK_SIZE)
         g = rules.counted(users.load(place, i, mask, row, GRADS), k)
         m = tl.load(exp_avg + b * BLOCK_SIZE + i)
         c, new = RULE(m, g, k)

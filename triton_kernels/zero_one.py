@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import block_io as io
@@ -15,12 +17,29 @@ from .op import op
 from .rules import BETA1
 
 
+class LocalStep(NamedTuple):
+    """What a worker's own step between two synchronisations does (``local_step``)."""
+
+    eps_inside_sqrt: bool
+    """Which denom, as in ``Divisor``."""
+    precondition: bool
+    """Whether c sums m/denom, else m."""
+    moves: bool
+    """Whether this is a step; else only beta1*m is added where ``last``."""
+    last: bool
+    """Whether the next step synchronises; where it ``follows``, this one."""
+    leaks: bool
+    """Whether c also gets wd*x*denom, as DeepSpeed's does; only without ``precondition``."""
+    follows: bool
+    """Whether v is the worker's own, and c in units of parameters; then ``leaks`` is false, and ``precondition`` says
+    nothing."""
+
+
 @jit()
 def local_step_kernel(
-    params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, worker_scale, coef, block_tensor, block_start,
-    live, live_row, hold, anchor, inside, inside_row, flags,
-    PARAMS: tl.constexpr, GRADS: tl.constexpr, EPS_INSIDE_SQRT: tl.constexpr, PRECONDITION: tl.constexpr,
-    MOVES: tl.constexpr, LAST: tl.constexpr, LEAKS: tl.constexpr, FOLLOWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, worker_scale, coef, places, step, hold,
+    anchor, inside, inside_row, flags,
+    PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
@@ -29,65 +48,67 @@ def local_step_kernel(
     """
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
-    row = tl.load(live_row + b)
+    row = tl.load(places.live_row + b)
     at = b * BLOCK_SIZE + i
     if anchor is not None:
-        of_block = users.place_of(params_table, tensors, tl.load(block_tensor + b), block_start, b, BLOCK_SIZE)
+        owner = tl.load(places.block_tensor + b)
+        of_block = users.place_of(params_table, tensors, owner, places.block_start, b, BLOCK_SIZE)
         x = users.keep(of_block, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
     if row == 1:
         tl.store(compensated + at, tl.zeros(i.shape, tl.float32))
         tl.store(worker_scale + b, 0.0)
     else:
-        t, k = io.tensor_of(b, block_tensor, coef)
-        mask = io.counting(live, row, i, BLOCK_SIZE)
+        t, k = io.tensor_of(b, places.block_tensor, coef)
+        mask = io.counting(places.live, row, i, BLOCK_SIZE)
         m = tl.load(exp_avg + at)
         v = tl.load(exp_avg_sq + at)
-        if not FOLLOWS:
-            d = rules.denominator(v, k, EPS_INSIDE_SQRT)
+        if not step.FOLLOWS:
+            d = rules.denominator(v, k, step.EPS_INSIDE_SQRT)
         c = rules.residual(tl.load(compensated + at), tl.load(worker_scale + b), False)
         tl.debug_barrier()  # all warps have read what the last synchronisation has left
         tl.store(worker_scale + b, 0.0)
         held = tl.load(hold) != 0
         finite = i >= 0
-        if MOVES:
-            place = users.place_of(params_table, tensors, t, block_start, b, BLOCK_SIZE)
-            g = users.load(users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE), i, mask, row, GRADS)
-            if anchor is None and not (FOLLOWS and LAST):
+        if step.MOVES:
+            place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+            source = users.place_of(grads_table, tensors, t, places.block_start, b, BLOCK_SIZE)
+            g = users.load(source, i, mask, row, GRADS)
+            if anchor is None and not (step.FOLLOWS and step.LAST):
                 x = users.load(place, i, mask, row, PARAMS)
             g = rules.counted(g, k)
             new = rules.momentum(m, g, k)
-            if FOLLOWS:
+            if step.FOLLOWS:
                 squares = rules.variance(v, g, k)
-                u = rules.quotient(new, rules.denominator(squares, k, EPS_INSIDE_SQRT))
+                u = rules.quotient(new, rules.denominator(squares, k, step.EPS_INSIDE_SQRT))
                 summed = rules.owed(c, u, k)
                 finite = finite & rules.finite(squares)
             else:
                 u = tl.div_rn(new, d)
                 added = new
-                if PRECONDITION:
+                if step.PRECONDITION:
                     added = u
-                if LEAKS:
+                if step.LEAKS:
                     added = rules.leaking(added, x, d, k)
                 summed = c + added
             finite = finite & rules.finite(summed) & rules.finite(u)
             counts = finite & mask
             if held:  # a branch: the assembler would keep a scalar's register for each thread, and spill
                 counts = i < 0
-            if not (FOLLOWS and LAST):
+            if not (step.FOLLOWS and step.LAST):
                 users.store(place, i, tl.where(counts, rules.moved(x, u, k), x), None, mask, row, PARAMS)
             m = tl.where(counts, new, m)
             c = tl.where(counts, summed, c)
-            if FOLLOWS:
+            if step.FOLLOWS:
                 tl.store(exp_avg_sq + at, tl.where(counts, squares, v))
-        if LAST and not FOLLOWS:
+        if step.LAST and not step.FOLLOWS:
             kept = m
-            if PRECONDITION:
+            if step.PRECONDITION:
                 kept = tl.div_rn(m, d)
             total = c + kept * of(k, BETA1)
             fits = rules.finite(total)
             finite = finite & fits
             c = tl.where(fits, total, c)
-        elif MOVES:
+        elif step.MOVES:
             tl.store(exp_avg + at, m)
         tl.store(compensated + at, tl.where(mask, c, 0.0))
         bad = io.any_of(~finite & mask)
@@ -98,8 +119,8 @@ def local_step_kernel(
 @op(local_step_kernel, writes=("params", "exp_avg", "exp_avg_sq", "compensated", "worker_scale", "anchor", "flags"))
 def local_step(
     params: Tensors, grads: Tensors, places: Places, exp_avg: PerElement, exp_avg_sq: PerElement,
-    eps_inside_sqrt: bool, precondition: bool, compensated: PerElement, worker_scale: PerBlock, coef: Floats,
-    hold: Flag, moves: bool, last: bool, leaks: bool, follows: bool, anchor: PerElement | None, flags: Flag,
+    compensated: PerElement, worker_scale: PerBlock, coef: Floats, step: LocalStep, hold: Flag,
+    anchor: PerElement | None, flags: Flag,
 ) -> None:  # fmt: skip
     """Takes a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
 
@@ -124,25 +145,22 @@ def local_step(
         grads: As for ``momentum_compress``, read where ``moves``.
         exp_avg: m, float32 [P], read; written where ``moves``, unless ``last``, or where it ``follows``.
         exp_avg_sq: v, float32 [P]; written where it ``follows``.
-        precondition: Whether ``c`` sums m/denom, else m.
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last synchronisation, float32 [B]; then 0.
         places: Elements that do not count get c = 0.
         hold: int32 [1]; where set x, m and v stay, and c gets no update.
-        moves: Whether this is a step; else only beta1*m is added where ``last``.
-        last: Whether the next step synchronises; where it ``follows``, this one.
-        leaks: c also gets wd*x*denom, as DeepSpeed's does; only without ``precondition``.
-        follows: See above; then ``leaks`` is false, and ``precondition`` says nothing.
+        step: What it does.
         anchor: float32 [P], written where this is a round's first step, else None: the parameters as they were, those
             that do not count included.
         flags: int32 [1], ``NONFINITE`` is set where it happened.
     """
+    inside, precondition, moves, last, leaks, follows = step
     flat, moments = places.rows(compensated), places.rows(exp_avg)
     for tile in tiles(places.sizes, 1, places.block_size, compensated.device, len(places.block_tensor)):
         b = tile.blocks
         k = coef[places.block_tensor[b]]
         m, v = moments[b], places.rows(exp_avg_sq)[b]
-        d = rules.denominator(v, k, eps_inside_sqrt)
+        d = rules.denominator(v, k, inside)
         c = rules.residual(flat[b], worker_scale[b, None], False)
         mask, finite = live_mask(places, tile), torch.ones_like(c, dtype=torch.bool)
         if moves:
@@ -153,7 +171,7 @@ def local_step(
             g = rules.counted(g, k)
             new, squares = rules.momentum(m, g, k), rules.variance(v, g, k) if follows else v
             if follows:
-                u = rules.quotient(new, rules.denominator(squares, k, eps_inside_sqrt))
+                u = rules.quotient(new, rules.denominator(squares, k, inside))
                 summed = rules.owed(c, u, k)
             else:
                 u = new / d
@@ -243,6 +261,7 @@ def rebuild_momentum(
         summed: float32 [tensors]: steps that the buffer sums; None: one.
         awaited: float64 [tensors]: the mean of v, where what has none gets no momentum; or None.
         exp_avg_sq: v, float32 [P], or None: then without denom.
+        eps_inside_sqrt: Which denom, as in ``Divisor``.
         coefficients: Renewed on the way where they have ``groups``; this op reads no column that is written then.
         places: Elements that do not count get 0.
         exp_avg: m, float32 [>= P], written.

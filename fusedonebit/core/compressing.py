@@ -16,7 +16,7 @@ from torch import Tensor
 from ..comm import BucketedAllReduce, FeedbackReducer, Flag, LocalTransport, Reducer, Told
 from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
-from ..triton_kernels.nouns import Signs
+from ..triton_kernels.nouns import Divisor, Signs
 from .algorithm import Algorithm, Phase
 from .scaling import Agreed
 from .state.header import COMPRESSED, Fields, is_compressed
@@ -108,11 +108,12 @@ class Compressing(Algorithm):
         ``x_squares``, float32 [B], becomes the sums of the squares of x by block, if given.
         """
         frame = self.frame
-        dense, reducer, inside = frame.parameters.dense, self.reducer, eps_inside_sqrt
+        dense, reducer = frame.parameters.dense, self.reducer
+        divisor = None if exp_avg_sq is None else Divisor(exp_avg_sq, None, eps_inside_sqrt)
         m, skip, rounding = Signs(reducer.bits, reducer.scale), reducer.flags, frame.rounding
         counting = frame.coefficients.count(*frame.counters()) if frame.coefficients.renews else (None, None)
         where = (coef, skip, rounding, reducer.digest, x_squares, *counting, frame.parameters.correction)
-        apply_momentum(dense, frame.places, m, exp_avg_sq, inside, *where)
+        apply_momentum(dense, frame.places, m, divisor, *where)
 
     def describe(self, flag: Flag) -> str:
         return self.frame.say_where(self.reducer.describe())

@@ -15,7 +15,6 @@ class AdamUpdate(NarrowState):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         frame = self.frame
-        dense, m, v, sums = frame.parameters.dense, self.exp_avg, self.exp_avg_sq, self._exp_avg_sq_sums
         flag, before = found or (None, None)
-        how = frame.rounding, flag, before, self._drawn_moments, self.octaves, frame.parameters.correction
-        adam_update(dense, grads, frame.places, m, v, coef, skip, sums, *how)
+        how = self._exp_avg_sq_sums, frame.rounding, flag, before, frame.parameters.correction
+        adam_update(frame.parameters.dense, grads, frame.places, self.moments, coef, skip, *how)

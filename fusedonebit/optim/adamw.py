@@ -116,20 +116,17 @@ class AveragedAdam(AdamUpdate):
         if first:
             self.elements.turn()
         places = frame.places.at(blocks)._replace(sizes=frame.layout.sizes[members], block_tensor=tables.tensor)
-        octaves = None if self.octaves is None else self.octaves[:, blocks]
         correction = frame.parameters.correction
         correction = None if correction is None else correction[elements]
         how: tuple[Any, ...] = (
             None,
             frame.rounding,
             *self.elements.of_step(captured=False),
-            self._drawn_moments,
-            octaves,
             correction,
             at,
         )
-        m, v = self.exp_avg[elements], self.exp_avg_sq[elements]
-        adam_update(frame.parameters.dense[members], grads, places, m, v, coef[members], self.elements.none, *how)
+        dense, moments = frame.parameters.dense[members], self.moments.at(elements, blocks)
+        adam_update(dense, grads, places, moments, coef[members], self.elements.none, *how)
 
     def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Update parameters of a rank alone; where gradients are released, those that are left."""

@@ -54,15 +54,12 @@ class LambUpdate(NarrowState):
 
     def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         frame = self.frame
-        dense, m, v, inside = frame.parameters.dense, self.exp_avg, self.exp_avg_sq, self.options.eps_inside_sqrt
-        where, sums = (coef, skip), self._exp_avg_sq_sums
-        flag, before = found or (None, None)
-        narrow = self._drawn_moments, self.octaves
-        lamb_update(dense, grads, frame.places, m, v, inside, *where, sums, self._norms, flag, before, *narrow)
+        dense, moved = frame.parameters.dense, (self.moments, self.options.eps_inside_sqrt, coef, skip)
+        lamb_update(dense, grads, frame.places, *moved, self._exp_avg_sq_sums, self._norms, *found)
         norms, start = self._by_layer(self._norms)
         with self._layers_kept(self._layers):
             lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(dense, frame.places, m, v, inside, *where, frame.rounding, self.octaves)
+        lamb_move(dense, frame.places, *moved, frame.rounding)
 
     @contextmanager
     def _layers_kept(self, *tables: Tensor) -> Iterator[None]:

@@ -162,7 +162,7 @@ class Marsit(MarsitState):
             counts = not several and rounding is None and not frame.coefficients.bias_correction
             counting = frame.coefficients.count(*frame.counters()) if counts else ()
             how = (reducer.flags, rounding, reducer.digest, None, *counting)
-            apply_momentum(target, places, update, None, False, coef, *how)
+            apply_momentum(target, places, update, None, coef, *how)
         if several:  # also where the round was skipped
             add_values(frame.parameters.dense, frame.places, self._round_start, True, self._no_flags, None)
 

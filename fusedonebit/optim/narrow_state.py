@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core.state.spec import StateSpec
-from ..triton_kernels.codes import in_float32, keep_nearest, rows_of
+from ..triton_kernels.codes import in_float32, keep_nearest
+from ..triton_kernels.nouns import Moments
 from .averaging import Averaging
 
 OCTAVES = {"exp_avg": 0, "worker_error": 0, "exp_avg_sq": 1, "worker_sq": 2}
@@ -30,9 +31,10 @@ class NarrowState(Averaging):
         return self._octaves
 
     @property
-    def _drawn_moments(self) -> Tensor | None:
-        """Return the updates done, with which moments are rounded; None: they are float32."""
-        return None if self.options.state == "fp32" else self.frame.steps.updates
+    def moments(self) -> Moments:
+        """Return m and v as ops take them."""
+        drawn = None if self.options.state == "fp32" else self.frame.steps.updates
+        return Moments(self.exp_avg, self.exp_avg_sq, self.octaves, drawn)
 
     def held(self) -> list[Tensor]:
         return [*super().held(), *([] if self._octaves is None else [self._octaves])]
@@ -77,12 +79,11 @@ class NarrowState(Averaging):
         if self.octaves is None:
             yield
             return
-        of_m, of_v, _ = rows_of(self.octaves, 3)
-        m, v = self.exp_avg, self.exp_avg_sq
-        self.exp_avg, self.exp_avg_sq = in_float32(m, of_m), in_float32(v, of_v, signed=False)
+        m, v = self.moments.stored
+        self.exp_avg, self.exp_avg_sq = in_float32(*m), in_float32(*v, signed=False)
         try:
             yield
-            keep_nearest(self.exp_avg, m, of_m)
-            keep_nearest(self.exp_avg_sq, v, of_v, signed=False)
+            keep_nearest(self.exp_avg, *m)
+            keep_nearest(self.exp_avg_sq, *v, signed=False)
         finally:
-            self.exp_avg, self.exp_avg_sq = m, v
+            self.exp_avg, self.exp_avg_sq = m.numbers, v.numbers

@@ -35,7 +35,7 @@ from ..core.state.header import FLAG, Field
 from ..core.state.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, Layer, lamb_follow, lamb_ratio, lamb_rescale, live_variance, param_squares, rules
-from ..triton_kernels.nouns import Signs
+from ..triton_kernels.nouns import Divisor, Ratios, Signs
 from .guard import LEAST_SQUARE
 from .lamb import LambOptions, LambUpdate
 from .onebit_options import OneBitOptions, Variance
@@ -339,11 +339,11 @@ class CompressedLamb(LambUpdate, TwoStage):
         if self.options.ratios:
             norms = self._norms if self._deepspeed else None
             new, last = Signs(self.reducer.bits, self.reducer.scale), Signs(self._last_bits, self._last_scale)
-            momenta = (new, last, self.exp_avg_sq, self._fresh, self._started)
-            inside, precondition = self.options.eps_inside_sqrt, self.options.precondition
-            flags, where = (inside, precondition, self._deepspeed), (coef, skip, self._largest)
+            momenta = (new, last, Divisor(self.exp_avg_sq, None, self.options.eps_inside_sqrt))
+            fresh, ratios = (self._fresh, self._started), Ratios(self._largest, norms)
+            flags = (self.options.precondition, self._deepspeed)
             # Line 15: g, rebuilt from m_t and m_{t-1}; line 16: its variance; line 17: the largest v / that, by block.
-            lamb_ratio(frame.parameters.dense, frame.places, *momenta, *flags, *where, norms)
+            lamb_ratio(frame.parameters.dense, frame.places, *momenta, *fresh, *flags, coef, skip, ratios)
             largest, start = self._by_layer(self._largest, "max")
             norms = None if norms is None else self._by_layer(norms)[0]
             # Line 17: r, the largest of a layer; lines 18 and 19: clipped, in change and in range; 20: c = r * c_avg.

@@ -20,6 +20,7 @@ from ..core.options import Made
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
 from ..triton_kernels import Coef, add_values, local_step
+from ..triton_kernels.zero_one import LocalStep
 from .own_variance import OwnVariance
 from .policies import EveryStep, Progress, Round, SyncPolicy, VariancePolicy, next_round, planned
 from .zero_one_state import DECAY, STEP_SIZE, ZeroOneState
@@ -132,11 +133,11 @@ class LocalAdam(ZeroOneState):
 
     def _add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
         worker, dense, v = self.reducer.worker, self.frame.parameters.dense, self.exp_avg_sq
-        inside, precondition = self._eps_inside_sqrt, self.options.precondition
-        where = (worker.compensated, worker.scale, coef, self._no_flags if hold is None else hold)
-        told, anchor = (moves, last, self.leaks, self.own is not None), self._kept(moves, last)
-        whose = (dense, grads, self.frame.places, self.exp_avg, v, inside, precondition)
-        local_step(*whose, *where, *told, anchor, self._pending)
+        whose = (dense, grads, self.frame.places, self.exp_avg, v, worker.compensated, worker.scale)
+        hold, anchor = self._no_flags if hold is None else hold, self._kept(moves, last)
+        how = self._eps_inside_sqrt, self.options.precondition
+        step = LocalStep(*how, moves, last, self.leaks, self.own is not None)
+        local_step(*whose, coef, step, hold, anchor, self._pending)
 
     def _kept(self, moves: bool, last: bool) -> Tensor | None:
         """Return where a round's first step keeps the parameters, if it changes any."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedonebit import triton_kernels
 from fusedonebit.triton_kernels import TAIL, Coef, FlatLayout, Layer, live_table, using
-from fusedonebit.triton_kernels.nouns import Places, Signs
+from fusedonebit.triton_kernels.nouns import Compensated, Divisor, Moments, Places, Ratios, Sent, Signs
 
 BLOCK = 1024
 SAMPLE = 64  # blocks
@@ -98,16 +98,16 @@ def test_momentum_compress_past_2_to_the_31(device, far):
     before = [(flat(c, blocks), self_scale(a, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
         triton_kernels.momentum_compress(
-            *(grads, a.places, c, a.scale, Signs(a.bits, a.scale), a.coef),
-            *(None, False, written, a.partials, a.skip.clone(), a.skip),
+            *(grads, a.places, Compensated(c, a.scale), Signs(a.bits, a.scale), a.coef),
+            *(None, written, a.partials, a.skip.clone(), a.skip),
         )
     for (blocks, sizes), (old, scale) in zip(a.samples(far), before, strict=True):
         bits = torch.zeros(1, SAMPLE * BLOCK // 8, dtype=torch.uint8, device=device)
         partials = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
         with using("plain"):
             triton_kernels.momentum_compress(
-                *(a.cut(grads, blocks), a.places_at(blocks, sizes), old, scale),
-                *(Signs(flat(a.bits[0], blocks, BLOCK // 8)[None], scale), a.coef, None, False),
+                *(a.cut(grads, blocks), a.places_at(blocks, sizes), Compensated(old, scale)),
+                *(Signs(flat(a.bits[0], blocks, BLOCK // 8)[None], scale), a.coef, None),
                 *(bits, partials, a.skip.clone(), a.skip),
             )
         compare(flat(c, blocks), old)
@@ -128,7 +128,7 @@ def test_server_reduce_past_2_to_the_31(device, far):
     before = [flat(c, blocks) for blocks, _ in a.samples(far)]
     with using("triton"):
         triton_kernels.server_reduce(
-            *(a.bits, arrived, *words, slot, a.places, c, a.scale, written, a.partials, a.skip),
+            *(Sent(a.bits, arrived, *words, slot), a.places, Compensated(c, a.scale), written, a.partials, a.skip),
             *(a.skip.clone(), words[0].clone()),
         )
     for (blocks, _), old in zip(a.samples(far), before, strict=True):
@@ -136,8 +136,9 @@ def test_server_reduce_past_2_to_the_31(device, far):
         partials = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
         with using("plain"):
             triton_kernels.server_reduce(
-                *(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, *words, slot[blocks], a.places.at(blocks), old),
-                *(self_scale(a, blocks), bits, partials, a.skip, a.skip.clone()),
+                Sent(flat(a.bits[0], blocks, BLOCK // 8)[None], arrived, *words, slot[blocks]),
+                a.places.at(blocks),
+                *(Compensated(old, self_scale(a, blocks)), bits, partials, a.skip, a.skip.clone()),
                 words[0].clone(),
             )
         compare(flat(c, blocks), old)
@@ -150,12 +151,14 @@ def test_apply_momentum_past_2_to_the_31(device, far):
     params, v = a.tensors(), a.line()
     before = [a.cut(params, blocks) for blocks, _ in a.samples(far)]
     with using("triton"):
-        triton_kernels.apply_momentum(params, a.places, Signs(a.bits, a.scale), v, False, a.coef, a.skip, None)
+        how = (Signs(a.bits, a.scale), Divisor(v, None, False), a.coef, a.skip, None)
+        triton_kernels.apply_momentum(params, a.places, *how)
     for (blocks, sizes), old in zip(a.samples(far), before, strict=True):
         bits = flat(a.bits[0], blocks, BLOCK // 8)[None]
         with using("plain"):
             triton_kernels.apply_momentum(
-                *(old, a.places_at(blocks, sizes), Signs(bits, self_scale(a, blocks)), flat(v, blocks), False),
+                *(old, a.places_at(blocks, sizes), Signs(bits, self_scale(a, blocks))),
+                Divisor(flat(v, blocks), None, False),
                 *(a.coef, a.skip, None),
             )
         for found, expected in zip(a.cut(params, blocks), old, strict=True):
@@ -175,11 +178,12 @@ def test_adam_update_and_flatten_past_2_to_the_31(device, far):
     m, v = a.line(), a.line()
     before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
-        triton_kernels.adam_update(*(params, a.layout.cut(out), a.places, m, v, a.coef, a.skip, None, None))
+        triton_kernels.adam_update(*(params, a.layout.cut(out), a.places, Moments(m, v), a.coef, a.skip, None, None))
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         with using("plain"):
             triton_kernels.adam_update(
-                *(old, FlatLayout(sizes, 1, BLOCK).cut(flat(out, blocks)), a.places_at(blocks, sizes), old_m, old_v),
+                *(old, FlatLayout(sizes, 1, BLOCK).cut(flat(out, blocks)), a.places_at(blocks, sizes)),
+                Moments(old_m, old_v),
                 *(a.coef, a.skip, None, None),
             )
         compare(flat(m, blocks), old_m)
@@ -196,12 +200,12 @@ def test_lamb_update_coefficient_and_move_past_2_to_the_31(device, far):
     rest = (a.coef, a.skip)
     before = [(a.cut(params, blocks), flat(m, blocks), flat(v, blocks)) for blocks, _ in a.samples(far)]
     with using("triton"):
-        triton_kernels.lamb_update(params, a.layout.cut(grad), a.places, m, v, False, *rest, None, norms)
+        triton_kernels.lamb_update(params, a.layout.cut(grad), a.places, Moments(m, v), False, *rest, None, norms)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         some = torch.zeros(2, SAMPLE, dtype=torch.float64, device=device)
         with using("plain"):
             grads, places = FlatLayout(sizes, 1, BLOCK).cut(flat(grad, blocks)), a.places_at(blocks, sizes)
-            triton_kernels.lamb_update(old, grads, places, old_m, old_v, False, *rest, None, some)
+            triton_kernels.lamb_update(old, grads, places, Moments(old_m, old_v), False, *rest, None, some)
         compare(flat(m, blocks), old_m)
         compare(flat(v, blocks), old_v)
         compare(norms[:, blocks].clone(), some)
@@ -219,10 +223,10 @@ def test_lamb_update_coefficient_and_move_past_2_to_the_31(device, far):
         torch.testing.assert_close(found, expected, rtol=2**-23, atol=0.0)
 
     with using("triton"):
-        triton_kernels.lamb_move(params, a.places, m, v, False, *rest, None)
+        triton_kernels.lamb_move(params, a.places, Moments(m, v), False, *rest, None)
     for (blocks, sizes), (old, old_m, old_v) in zip(a.samples(far), before, strict=True):
         with using("plain"):
-            triton_kernels.lamb_move(old, a.places_at(blocks, sizes), old_m, old_v, False, *rest, None)
+            triton_kernels.lamb_move(old, a.places_at(blocks, sizes), Moments(old_m, old_v), False, *rest, None)
         for found, expected in zip(a.cut(params, blocks), old, strict=True):
             compare(found, expected)
 
@@ -243,8 +247,9 @@ def test_lamb_ratio_and_rescale_past_2_to_the_31(device, far, started, deepspeed
     ]
     with using("triton"):
         triton_kernels.lamb_ratio(
-            *(params, a.places, Signs(a.bits, a.scale), Signs(last_bits, last_scale), frozen, fresh, begun, False),
-            *(False, deepspeed, a.coef, a.skip, largest, norms),
+            *(params, a.places, Signs(a.bits, a.scale), Signs(last_bits, last_scale)),
+            *(Divisor(frozen, None, False), fresh, begun, False, deepspeed, a.coef, a.skip),
+            Ratios(largest, norms),
         )
     for (blocks, sizes), (old, old_bits, old_scale) in zip(a.samples(far), before, strict=True):
         some, some_norms = (
@@ -255,8 +260,8 @@ def test_lamb_ratio_and_rescale_past_2_to_the_31(device, far, started, deepspeed
         with using("plain"):
             triton_kernels.lamb_ratio(
                 *(a.cut(params, blocks), a.places_at(blocks, sizes), Signs(bits, self_scale(a, blocks))),
-                *(Signs(old_bits, old_scale), flat(frozen, blocks), old, begun, False, False, deepspeed),
-                *(a.coef, a.skip, some, some_norms),
+                *(Signs(old_bits, old_scale), Divisor(flat(frozen, blocks), None, False), old, begun, False, deepspeed),
+                *(a.coef, a.skip, Ratios(some, some_norms)),
             )
         compare(flat(fresh, blocks), old)
         compare(flat(last_bits[0], blocks, BLOCK // 8), old_bits[0])

@@ -343,19 +343,6 @@ static void store_master(struct place at, const float *restrict x, int64_t b, in
         }
 }
 
-/* The block of the variance, float32 or bfloat16; the latter is widened into `room`. */
-static const float *variance_of(const void *exp_avg_sq, int64_t kind, int64_t b, float *restrict room, int64_t n)
-{
-    if (kind == FP32)
-        return (const float *)exp_avg_sq + b * n;
-    const uint16_t *from = (const uint16_t *)exp_avg_sq + b * n;
-    EACH_LINE(i, n) {
-        PREFETCH(from + i, n);
-        LANES room[i + j] = from_bf16(from[i + j]);
-    }
-    return room;
-}
-
 /* ---------------------------------------------------------------- arithmetic */
 
 static void denominators(float *restrict d, const float *restrict v, const float *row, int64_t eps_inside, int64_t n)

@@ -1,4 +1,4 @@
-/* Numbers in a byte each, as codes.py has them, and what is kept in them, in bfloat16 or in float32. */
+/* Numbers in a byte each, as codes.py has them, and what is stored in them, in bfloat16 or in float32. */
 
 #pragma once
 
@@ -24,12 +24,12 @@ static inline uint32_t largest(const uint32_t *steps, int64_t n)
     return most;
 }
 
-/* Writes a block of numbers that were rounded to `steps`, below the octave of the largest, `most`. */
-static inline void store_codes(uint8_t *restrict codes, uint8_t *restrict octave, uint32_t most,
+/* Writes a block of numbers that were rounded to `steps`, below the exponent of the largest, `most`. */
+static inline void store_codes(uint8_t *restrict codes, uint8_t *restrict exponent, uint32_t most,
                                const uint32_t *restrict steps, int is_signed, int nonzero, int64_t n)
 {
-    uint32_t top = octave_above(most);
-    *octave = top;
+    uint32_t top = exponent_above(most);
+    *exponent = top;
     for (int64_t i = 0; i < n; i++) {
         uint32_t size = steps[i] & ~NEGATIVE;
         uint32_t code = below(size, top, is_signed ? SIGNED_LOGARITHMS : LOGARITHMS);
@@ -38,33 +38,34 @@ static inline void store_codes(uint8_t *restrict codes, uint8_t *restrict octave
     }
 }
 
-static inline void load_codes(float *restrict x, const uint8_t *restrict codes, uint32_t octave, int is_signed, int64_t n)
+static inline void load_codes(float *restrict x, const uint8_t *restrict codes, uint32_t exponent, int is_signed,
+                              int64_t n)
 {
     uint32_t u[MOST], most = is_signed ? SIGNED_LOGARITHMS : LOGARITHMS;
     for (int64_t i = 0; i < n; i++)
-        u[i] = bits_above(codes[i] & most, octave, most) | (uint32_t)(is_signed && codes[i] >= SIGN) << 31;
+        u[i] = bits_above(codes[i] & most, exponent, most) | (uint32_t)(is_signed && codes[i] >= SIGN) << 31;
     memcpy(x, u, n * sizeof *x);
 }
 
 /* Writes a block of a moment as codes, rounded by random bits. */
-static void store_moment(uint8_t *restrict codes, uint8_t *restrict octave, const float *restrict x,
+static void store_moment(uint8_t *restrict codes, uint8_t *restrict exponent, const float *restrict x,
                          const uint32_t *restrict word, int is_signed, int64_t n)
 {
     uint32_t steps[MOST];
     for (int64_t half = 0; half < 2; half++)
         for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++)
             steps[at] = signed_steps(x[at], half_of(word[i], half));
-    store_codes(codes, octave, largest(steps, n), steps, is_signed, !is_signed, n);
+    store_codes(codes, exponent, largest(steps, n), steps, is_signed, !is_signed, n);
 }
 
 /* To nearest. */
-static void store_nearest(uint8_t *restrict codes, uint8_t *restrict octave, const float *restrict x, int is_signed,
-                          int nonzero, int64_t n)
+static void code_nearest(uint8_t *restrict codes, uint8_t *restrict exponent, const float *restrict x, int is_signed,
+                         int nonzero, int64_t n)
 {
     uint32_t steps[MOST];
     for (int64_t i = 0; i < n; i++)
         steps[i] = rounded_steps(bits_of(x[i]) & ~NEGATIVE) | (x[i] < 0 ? NEGATIVE : 0);
-    store_codes(codes, octave, largest(steps, n), steps, is_signed, nonzero, n);
+    store_codes(codes, exponent, largest(steps, n), steps, is_signed, nonzero, n);
 }
 
 /* The random words of a block's moments, for two halves. */
@@ -76,27 +77,51 @@ static void moment_words(uint32_t *restrict word, int64_t b, int64_t done, int64
         word[i] = moments_word(first + i, seed);
 }
 
-/* A block of what is kept, where it lies in float32, or widened in `room`; there are octaves where it is in codes. */
-static float *kept_block(const void *kept, int64_t kind, const uint8_t *octaves, int is_signed, int64_t b,
-                         float *restrict room, int64_t n)
+/* A field of a noun with its row of the noun's exponents. */
+#define ROW_OF(noun, field, row) \
+    row_of((noun).field, (noun).field##_kind, (noun).exponents, (noun).exponents_stride, row)
+static inline struct Stored row_of(void *numbers, int64_t kind, uint8_t *exponents, int64_t stride, int64_t row)
 {
-    if (!octaves)
-        return (float *)variance_of(kept, kind, b, room, n);
-    load_codes(room, (const uint8_t *)kept + b * n, octaves[b], is_signed, n);
+    return (struct Stored){numbers, kind, exponents ? exponents + row * stride : NULL};
+}
+
+/* A divisor's variance. */
+static inline struct Stored variance_in(struct Divisor of)
+{
+    return (struct Stored){of.numbers, of.numbers_kind, of.exponents};
+}
+
+/* Whether numbers lie in memory in float32. */
+static inline int is_plainly(struct Stored of) { return of.numbers_kind == FP32 && !of.exponents; }
+
+/* A block of what is stored, where it lies in float32, or widened in `room`. */
+static float *load_stored(struct Stored of, int is_signed, int64_t b, float *restrict room, int64_t n)
+{
+    if (of.exponents) {
+        load_codes(room, (const uint8_t *)of.numbers + b * n, of.exponents[b], is_signed, n);
+        return room;
+    }
+    if (of.numbers_kind == FP32)
+        return (float *)of.numbers + b * n;
+    const uint16_t *from = (const uint16_t *)of.numbers + b * n;
+    EACH_LINE(i, n) {
+        PREFETCH(from + i, n);
+        LANES room[i + j] = from_bf16(from[i + j]);
+    }
     return room;
 }
 
-/* Keeps a block that was widened, rounded by bits that are drawn of the updates `done`; x becomes what is kept. */
-static void keep_narrow(void *kept, uint8_t *octaves, int is_signed, int64_t b, float *restrict x, int64_t done, int64_t n)
+/* Stores a block that was widened, rounded by bits that are drawn of the updates `done`; x becomes what is stored. */
+static void store_drawn(struct Stored of, int is_signed, int64_t b, float *restrict x, int64_t done, int64_t n)
 {
     uint32_t word[MOST / 2];
     moment_words(word, b, done, n);
-    if (octaves) {
-        store_moment((uint8_t *)kept + b * n, octaves + b, x, word, is_signed, n);
-        load_codes(x, (uint8_t *)kept + b * n, octaves[b], is_signed, n);
+    if (of.exponents) {
+        store_moment((uint8_t *)of.numbers + b * n, of.exponents + b, x, word, is_signed, n);
+        load_codes(x, (uint8_t *)of.numbers + b * n, of.exponents[b], is_signed, n);
         return;
     }
-    uint16_t *restrict to = (uint16_t *)kept + b * n;
+    uint16_t *restrict to = (uint16_t *)of.numbers + b * n;
     for (int64_t half = 0; half < 2; half++)
         for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++) {
             to[at] = to_bf16(x[at], half_of(word[i], half));
@@ -105,13 +130,13 @@ static void keep_narrow(void *kept, uint8_t *octaves, int is_signed, int64_t b, 
 }
 
 /* The same to nearest. */
-static void keep_nearest(void *kept, uint8_t *octaves, int is_signed, int64_t b, const float *restrict x, int64_t n)
+static void store_nearest(struct Stored of, int is_signed, int64_t b, const float *restrict x, int64_t n)
 {
-    if (octaves) {
-        store_nearest((uint8_t *)kept + b * n, octaves + b, x, is_signed, !is_signed, n);
+    if (of.exponents) {
+        code_nearest((uint8_t *)of.numbers + b * n, of.exponents + b, x, is_signed, !is_signed, n);
         return;
     }
-    uint16_t *restrict to = (uint16_t *)kept + b * n;
+    uint16_t *restrict to = (uint16_t *)of.numbers + b * n;
     for (int64_t i = 0; i < n; i++)
         to[i] = to_bf16(x[i], half(bits_of(x[i])));
 }

@@ -85,14 +85,14 @@ static void follow_line_by_line(float *restrict own, const float *restrict g, co
 }
 
 /* The block of the worker's squares, one step on: where they lie, or widened in `room`; kept besides. */
-static const float *follow(void *squares, int64_t kind, uint8_t *octaves, float *room, const float *g,
-                           const float *row, int64_t b, const int64_t *drawn, int64_t n)
+static const float *follow(struct Stored squares, float *room, const float *g, const float *row, int64_t b,
+                           const int64_t *drawn, int64_t n)
 {
-    float *own = kept_block(squares, kind, octaves, 0, b, room, n), kept[MOST];
+    float *own = load_stored(squares, 0, b, room, n), kept[MOST];
     follow_line_by_line(own, g, row, n);
     if (own == room) {
         memcpy(kept, own, n * sizeof *own);
-        keep_narrow(squares, octaves, 0, b, kept, *drawn, n);
+        store_drawn(squares, 0, b, kept, *drawn, n);
     }
     return own;
 }
@@ -104,42 +104,46 @@ static void fill_up(float *out, const float *v, const float *restrict own, int64
         LANES out[i + j] = shared_or_own(v[i + j], own[i + j]);
 }
 
+enum { OWN = 2 }; /* row of exponents: of a worker's own squares */
+
 KERNEL(momentum_compress)
 {
     float kept[MOST], room[MOST], wide[MOST], wide_squares[MOST], wide_c[MOST];
     if (*hold)
         return;
+    struct Stored of_c = ROW_OF(compensated, numbers, 0);
+    struct Stored squares = row_of(worker_sq, worker_sq_kind, compensated.exponents, compensated.exponents_stride, OWN);
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
-        uint8_t *of_v = octaves ? octaves + octaves_stride : NULL, *of_own = octaves ? of_v + octaves_stride : NULL;
-        float *c = kept_block(compensated, compensated_kind, octaves, 1, b, wide_c, BLOCK_SIZE);
-        const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
+        float *c = load_stored(of_c, 1, b, wide_c, BLOCK_SIZE), s = compensated.scale[b], scale = exp_avg.scale[b];
+        const uint8_t *packed = exp_avg.bits + bytes_at(b, blocks_per_chunk, exp_avg.bits_stride, BLOCK_SIZE);
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
-        const float *v = exp_avg_sq ? kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide, BLOCK_SIZE) : NULL;
+        const float *v = exp_avg_sq.numbers ? load_stored(variance_in(exp_avg_sq), 0, b, wide, BLOCK_SIZE) : NULL;
         struct sums sums = {0};
         const float *own = NULL;
         if (worker_sq)
-            own = follow(worker_sq, worker_sq_kind, of_own, wide_squares, g, at.k, b, drawn, BLOCK_SIZE);
+            own = follow(squares, wide_squares, g, at.k, b, compensated.drawn, BLOCK_SIZE);
         if (own && v) {
             fill_up(wide, v, own, BLOCK_SIZE);
             v = wide;
         }
         if (!v) /* constants: each a loop of its own */
-            compensate(c, kept, g, NULL, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
-        else if (EPS_INSIDE_SQRT)
-            compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 1, TERNARY, BLOCK_SIZE);
+            compensate(c, kept, g, NULL, packed, exp_avg.plane, scale, at.k, s, &sums, 0, TERNARY, BLOCK_SIZE);
+        else if (exp_avg_sq.EPS_INSIDE_SQRT)
+            compensate(c, kept, g, v, packed, exp_avg.plane, scale, at.k, s, &sums, 1, TERNARY, BLOCK_SIZE);
         else
-            compensate(c, kept, g, v, packed, plane, exp_avg_scale[b], at.k, worker_scale[b], &sums, 0, TERNARY, BLOCK_SIZE);
+            compensate(c, kept, g, v, packed, exp_avg.plane, scale, at.k, s, &sums, 0, TERNARY, BLOCK_SIZE);
         int narrow = c == wide_c;
         if (TERNARY || narrow || live_row[b] != FULL || !store_sums(partials, partials_stride, b, &sums)) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
             if (drop_bad(c, kept, BLOCK_SIZE))
                 __atomic_fetch_or(found, NONFINITE, __ATOMIC_RELAXED);
             if (narrow)
-                keep_narrow(compensated, octaves, 1, b, c, *drawn, BLOCK_SIZE);
+                store_drawn(of_c, 1, b, c, *compensated.drawn, BLOCK_SIZE);
             store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         }
-        store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE), plane, c, TERNARY, BLOCK_SIZE);
+        store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE), exp_avg.plane, c, TERNARY,
+                   BLOCK_SIZE);
     }
 }
 
@@ -163,32 +167,33 @@ static void add_scaled(float *restrict total, const uint8_t *restrict bits, int6
 KERNEL(server_reduce)
 {
     float total[MOST], own[MOST];
-    int32_t found = agreed_flags(arrived_words, arrived_words_stride, own_words, world_size) | *hold;
+    int32_t found = agreed_flags(arrived.words, arrived.words_stride, arrived.own_words, arrived.world_size) | *hold;
     if (begin == 0) {
         *flags = found;
-        for (int64_t w = 0; w < world_size; w++)
-            memcpy(kept_words + w * WORDS, arrived_words + w * arrived_words_stride, WORDS * sizeof *kept_words);
-        if (header) {
-            header[STEP] = counter ? *counter : number;
-            header[DIGEST] = own_words[DIGEST];
-            header[TAG] = tag;
-            header[FLAGS] = found;
-            header[SIGNAL] = 0;
+        for (int64_t w = 0; w < arrived.world_size; w++)
+            memcpy(kept_words + w * WORDS, arrived.words + w * arrived.words_stride, WORDS * sizeof *kept_words);
+        if (words) {
+            words[STEP] = header.counter ? *header.counter : header.number;
+            words[DIGEST] = arrived.own_words[DIGEST];
+            words[TAG] = header.tag;
+            words[FLAGS] = found;
+            words[SIGNAL] = 0;
         }
     }
     if (*hold)
         return;
+    struct Stored of_c = ROW_OF(compensated, numbers, 0);
     for (int64_t b = begin; b < end; b++) {
-        float *c = compensated ? kept_block(compensated, compensated_kind, octaves, 1, b, own, BLOCK_SIZE) : own;
-        int narrow = compensated && c == own;
-        float s = compensated ? server_scale[b] : 0.0f;
-        if (!compensated)
+        float *c = compensated.numbers ? load_stored(of_c, 1, b, own, BLOCK_SIZE) : own;
+        int narrow = compensated.numbers && c == own;
+        float s = compensated.numbers ? compensated.scale[b] : 0.0f;
+        if (!compensated.numbers)
             memset(own, 0, sizeof own);
         memset(total, 0, sizeof total);
-        for (int64_t w = 0; w < (found ? 0 : world_size); w++) { /* in rank order */
-            float scale = arrived_scales[w * arrived_scales_stride + slot[b]] * per_worker;
-            add_scaled(total, arrived_bits + w * arrived_bits_stride + b * (BLOCK_SIZE / 8), plane, scale, TERNARY,
-                       BLOCK_SIZE);
+        for (int64_t w = 0; w < (found ? 0 : arrived.world_size); w++) { /* in rank order */
+            float scale = arrived.scales[w * arrived.scales_stride + arrived.slot[b]] * per_worker;
+            const uint8_t *from = arrived.bits + w * arrived.bits_stride + b * (BLOCK_SIZE / 8);
+            add_scaled(total, from, arrived.plane, scale, TERNARY, BLOCK_SIZE);
         }
         struct sums sums = {0};
         EACH_LINE(i, BLOCK_SIZE) {
@@ -201,11 +206,11 @@ KERNEL(server_reduce)
         if (TERNARY || narrow || live_row[b] != FULL) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
             if (narrow)
-                keep_narrow(compensated, octaves, 1, b, c, *drawn, BLOCK_SIZE);
+                store_drawn(of_c, 1, b, c, *compensated.drawn, BLOCK_SIZE);
             store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
         } else {
             store_sums(partials, partials_stride, b, &sums);
         }
-        store_bits(bits + b * (BLOCK_SIZE / 8), plane, c, TERNARY, BLOCK_SIZE);
+        store_bits(bits + b * (BLOCK_SIZE / 8), arrived.plane, c, TERNARY, BLOCK_SIZE);
     }
 }

@@ -37,17 +37,17 @@ static int32_t move_by_gradient(float *restrict x, float *restrict m, float *res
 }
 
 /* Writes back moments that were widened, rounded by bits that are drawn for the elements of block `drawn`. */
-static void narrow_moments(void *exp_avg, void *exp_avg_sq, uint8_t *octaves, int64_t stride, const float *m,
-                           const float *v, int64_t b, int64_t drawn, int64_t done, int64_t n)
+static void narrow_moments(struct Stored exp_avg, struct Stored exp_avg_sq, const float *m, const float *v, int64_t b,
+                           int64_t drawn, int64_t done, int64_t n)
 {
     uint32_t word[MOST / 2];
     moment_words(word, drawn, done, n);
-    if (octaves) {
-        store_moment((uint8_t *)exp_avg + b * n, octaves + b, m, word, 1, n);
-        store_moment((uint8_t *)exp_avg_sq + b * n, octaves + stride + b, v, word, 0, n);
+    if (exp_avg.exponents) {
+        store_moment((uint8_t *)exp_avg.numbers + b * n, exp_avg.exponents + b, m, word, 1, n);
+        store_moment((uint8_t *)exp_avg_sq.numbers + b * n, exp_avg_sq.exponents + b, v, word, 0, n);
         return;
     }
-    uint16_t *to_m = (uint16_t *)exp_avg + b * n, *to_v = (uint16_t *)exp_avg_sq + b * n;
+    uint16_t *to_m = (uint16_t *)exp_avg.numbers + b * n, *to_v = (uint16_t *)exp_avg_sq.numbers + b * n;
     for (int64_t half = 0; half < 2; half++)
         for (int64_t i = 0, at = half * n / 2; i < n / 2; i++, at++) {
             uint32_t bits = half_of(word[i], half);
@@ -73,11 +73,12 @@ static inline void move_line(float *restrict x, uint16_t *restrict m, uint16_t *
 }
 
 /* `move_by_gradient` on moments in bfloat16, two lines half a block apart at a time. */
-static int32_t move_and_narrow(float *restrict x, void *exp_avg, void *exp_avg_sq, const float *restrict g,
-                               const float *row, int64_t b, int64_t drawn, int64_t done, int64_t n)
+static int32_t move_and_narrow(float *restrict x, struct Stored exp_avg, struct Stored exp_avg_sq,
+                               const float *restrict g, const float *row, int64_t b, int64_t drawn, int64_t done,
+                               int64_t n)
 {
     int32_t bad[LINE] = {0};
-    uint16_t *m = (uint16_t *)exp_avg + b * n, *v = (uint16_t *)exp_avg_sq + b * n;
+    uint16_t *m = (uint16_t *)exp_avg.numbers + b * n, *v = (uint16_t *)exp_avg_sq.numbers + b * n;
     uint64_t first = (uint64_t)drawn * n;
     uint32_t seed = block_seed(first >> 32, done), word[LINE];
     KEEP(k, row);
@@ -116,18 +117,20 @@ static inline void move_line_of_codes(float *restrict x, const float *restrict m
 }
 
 /* `move_by_gradient` on moments in codes, two lines half a block apart at a time. */
-static int32_t move_and_code(float *restrict x, uint8_t *codes_m, uint8_t *codes_v, uint8_t *octave_m,
-                             uint8_t *octave_v, const float *restrict g, const float *row, int64_t drawn, int64_t done,
+static int32_t move_and_code(float *restrict x, struct Stored exp_avg, struct Stored exp_avg_sq,
+                             const float *restrict g, const float *row, int64_t b, int64_t drawn, int64_t done,
                              int64_t n)
 {
+    uint8_t *codes_m = (uint8_t *)exp_avg.numbers + b * n, *codes_v = (uint8_t *)exp_avg_sq.numbers + b * n;
+    uint8_t *exponent_m = exp_avg.exponents + b, *exponent_v = exp_avg_sq.exponents + b;
     float m[MOST], v[MOST];
     uint32_t steps_m[MOST], steps_v[MOST], most_m[LINE] = {0}, most_v[LINE] = {0}, word[LINE];
     int32_t bad[LINE] = {0};
     uint64_t first = (uint64_t)drawn * n;
     uint32_t seed = block_seed(first >> 32, done);
     KEEP(k, row);
-    load_codes(m, codes_m, *octave_m, 1, n);
-    load_codes(v, codes_v, *octave_v, 0, n);
+    load_codes(m, codes_m, *exponent_m, 1, n);
+    load_codes(v, codes_v, *exponent_v, 0, n);
     EACH_LINE(i, n / 2) {
         LANES word[j] = moments_word(first + i + j, seed);
         for (int64_t second = 0, at = i; second < 2; second++, at += n / 2) {
@@ -137,7 +140,7 @@ static int32_t move_and_code(float *restrict x, uint8_t *codes_m, uint8_t *codes
                                second, bad, k);
         }
     }
-    store_codes(codes_m, octave_m, largest(most_m, LINE), steps_m, 1, 0, n);
-    store_codes(codes_v, octave_v, largest(most_v, LINE), steps_v, 0, 1, n);
+    store_codes(codes_m, exponent_m, largest(most_m, LINE), steps_m, 1, 0, n);
+    store_codes(codes_v, exponent_v, largest(most_v, LINE), steps_v, 0, 1, n);
     return any_of(bad);
 }

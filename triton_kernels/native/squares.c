@@ -33,8 +33,9 @@ KERNEL(tell_squares)
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, NULL, block_tensor, block_start, GRADS, BLOCK_SIZE);
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk;
-        const float *squares = kept_block(worker_sq, worker_sq_kind, octaves, 0, b, room, BLOCK_SIZE);
-        store_nearest(logs + chunk * logs_stride + own * BLOCK_SIZE, tops + chunk * tops_stride + own, squares, 0, 0, BLOCK_SIZE);
+        const float *squares = load_stored(worker_sq, 0, b, room, BLOCK_SIZE);
+        code_nearest(logs.numbers + chunk * logs.numbers_stride + own * BLOCK_SIZE,
+                     logs.exponents + chunk * logs.exponents_stride + own, squares, 0, 0, BLOCK_SIZE);
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         for (int64_t i = 0; factor && i < BLOCK_SIZE; i++)
             x[i] *= *factor;
@@ -68,13 +69,13 @@ KERNEL(average_squares)
     for (int64_t b = begin; b < end; b++) {
         memset(mean, 0, sizeof mean);
         for (int64_t w = 0; w < world_size; w++) { /* in rank order */
-            const uint8_t *arrived = arrived_logs + w * arrived_logs_stride + b * BLOCK_SIZE;
-            load_codes(own, arrived, arrived_tops[w * arrived_tops_stride + b], 0, BLOCK_SIZE);
+            const uint8_t *codes = arrived.numbers + w * arrived.numbers_stride + b * BLOCK_SIZE;
+            load_codes(own, codes, arrived.exponents[w * arrived.exponents_stride + b], 0, BLOCK_SIZE);
             for (int64_t i = 0; i < BLOCK_SIZE; i++)
                 mean[i] += own[i] * per_worker;
         }
-        store_nearest(logs + b * BLOCK_SIZE, tops + b, mean, 0, 0, BLOCK_SIZE);
-        load_codes(own, logs + b * BLOCK_SIZE, tops[b], 0, BLOCK_SIZE);
+        code_nearest(mean_numbers + b * BLOCK_SIZE, mean_exponents + b, mean, 0, 0, BLOCK_SIZE);
+        load_codes(own, mean_numbers + b * BLOCK_SIZE, mean_exponents[b], 0, BLOCK_SIZE);
         only_live(own, live, live_row[b], BLOCK_SIZE);
         int64_t alive = 0;
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
@@ -111,47 +112,48 @@ KERNEL(renew)
 {
     float next[MOST], m[MOST], room[MOST], wide_c[MOST];
     uint16_t half_next[MOST];
-    uint8_t coded_next[MOST], octave_next;
+    uint8_t coded_next[MOST], exponent_next;
+    struct Stored v_of = variance_in(exp_avg_sq);
+    struct Stored next_of = {v_of.exponents ? (void *)coded_next : half_next, BF16, v_of.exponents ? &exponent_next : NULL};
     for (int64_t b = begin; b < end; b++) {
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
         const float *f = factors + t;
-        load_codes(next, logs + chunk * logs_stride + own * BLOCK_SIZE, tops[chunk * tops_stride + own], 0, BLOCK_SIZE);
-        const float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, v_octaves, 0, b, room, BLOCK_SIZE);
+        load_codes(next, means.numbers + chunk * means.numbers_stride + own * BLOCK_SIZE,
+                   means.exponents[chunk * means.exponents_stride + own], 0, BLOCK_SIZE);
+        const float *v = load_stored(v_of, 0, b, room, BLOCK_SIZE);
         const float usual = f[USUAL * factors_stride];
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
             next[i] = usual > 0 ? renewed(next[i], f[FACTOR * factors_stride], usual, f[LEAST * factors_stride]) : v[i];
         only_live(next, live, live_row[b], BLOCK_SIZE);
-        if (v_octaves) {
-            store_nearest(coded_next, &octave_next, next, 0, 1, BLOCK_SIZE);
-            load_codes(next, coded_next, octave_next, 0, BLOCK_SIZE);
-        } else if (v == room) {
-            keep_nearest(half_next, NULL, 0, 0, next, BLOCK_SIZE);
-            variance_of(half_next, BF16, 0, next, BLOCK_SIZE);
+        if (v == room) {
+            store_nearest(next_of, 0, 0, next, BLOCK_SIZE);
+            load_stored(next_of, 0, 0, next, BLOCK_SIZE);
         }
-        if (compensated) {
-            float *c = kept_block(compensated, compensated_kind, octaves, 1, b, wide_c, BLOCK_SIZE);
-            const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
-            if (exp_avg_bits)
-                scaled(m, packed, plane, exp_avg_scale[b], TERNARY, BLOCK_SIZE);
+        if (compensated.numbers) {
+            float *c = load_stored(compensated, 1, b, wide_c, BLOCK_SIZE);
+            const uint8_t *packed = exp_avg.bits + bytes_at(b, blocks_per_chunk, exp_avg.bits_stride, BLOCK_SIZE);
+            if (exp_avg.bits)
+                scaled(m, packed, exp_avg.plane, exp_avg.scale[b], TERNARY, BLOCK_SIZE);
             const float *row = coef + t * COLUMNS;
-            change_unit(c, exp_avg_bits ? m : NULL, scale[b], v, next, row, EPS_INSIDE_SQRT, TERNARY, BLOCK_SIZE);
+            change_unit(c, exp_avg.bits ? m : NULL, scale[b], v, next, row, exp_avg_sq.EPS_INSIDE_SQRT, TERNARY,
+                        BLOCK_SIZE);
             only_live(c, live, live_row[b], BLOCK_SIZE);
             if (c == wide_c)
-                keep_nearest(compensated, octaves, 1, b, c, BLOCK_SIZE);
+                store_nearest(compensated, 1, b, c, BLOCK_SIZE);
             settled[b] += scale[b];
             scale[b] = 0;
-            if (exp_avg_bits)
-                exp_avg_scale[b] = 0;
+            if (exp_avg.bits)
+                exp_avg.scale[b] = 0;
         }
         if (!WRITES)
             continue;
-        if (v_octaves) {
-            memcpy((uint8_t *)exp_avg_sq + b * BLOCK_SIZE, coded_next, BLOCK_SIZE);
-            v_octaves[b] = octave_next;
+        if (v_of.exponents) {
+            memcpy((uint8_t *)v_of.numbers + b * BLOCK_SIZE, coded_next, BLOCK_SIZE);
+            v_of.exponents[b] = exponent_next;
         } else if (v == room) {
-            memcpy((uint16_t *)exp_avg_sq + b * BLOCK_SIZE, half_next, BLOCK_SIZE * sizeof *half_next);
+            memcpy((uint16_t *)v_of.numbers + b * BLOCK_SIZE, half_next, BLOCK_SIZE * sizeof *half_next);
         } else {
-            memcpy((float *)exp_avg_sq + b * BLOCK_SIZE, next, BLOCK_SIZE * sizeof *next);
+            memcpy((float *)v_of.numbers + b * BLOCK_SIZE, next, BLOCK_SIZE * sizeof *next);
         }
     }
 }

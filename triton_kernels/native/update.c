@@ -47,7 +47,7 @@ static inline void move_by_bits(float *restrict x, const uint8_t *restrict bits,
 }
 
 /* m and v of a block, in place, and the sum of v if asked. */
-static void moments(float *restrict m, float *restrict v, const float *restrict g, const float *coefficients,
+static void follow(float *restrict m, float *restrict v, const float *restrict g, const float *coefficients,
                     double *sum, int64_t n)
 {
     KEEP(k, coefficients);
@@ -70,7 +70,7 @@ struct moving {
     uint8_t fine[3 * MOST / 8]; /* behind those of FULL and EMPTY */
 };
 
-/* `moments`, but for elements whose gradient does not count: these keep both, and do not move. */
+/* `follow`, but for elements whose gradient does not count: these keep both, and do not move. */
 static void moments_that_count(float *m, float *v, const float *g, const float *coefficients, double *sum,
                                int32_t *found, struct moving *moving, int64_t n)
 {
@@ -80,13 +80,13 @@ static void moments_that_count(float *m, float *v, const float *g, const float *
     for (int64_t i = 0; found && i < n; i++)
         bad |= !counts(g[i], k);
     if (!bad) {
-        moments(m, v, g, coefficients, sum, n);
+        follow(m, v, g, coefficients, sum, n);
         return;
     }
     __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
     memcpy(m_before, m, n * sizeof *m);
     memcpy(v_before, v, n * sizeof *v);
-    moments(m, v, g, coefficients, NULL, n);
+    follow(m, v, g, coefficients, NULL, n);
     uint8_t set[MOST];
     for (int64_t i = 0; i < n; i++) {
         int fine = counts(g[i], k);
@@ -108,29 +108,29 @@ KERNEL(apply_momentum)
         count_tensors(p - blocks, skip, count, steps, tensors, WIDTH);
     end = end < blocks ? end : blocks;
     for (int64_t b = begin; b < end; b++) {
-        const uint8_t *packed = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
+        const uint8_t *packed = exp_avg.bits + bytes_at(b, blocks_per_chunk, exp_avg.bits_stride, BLOCK_SIZE);
         for (int64_t side = 0; digest && side < 1 + TERNARY; side++)
-            add_words(digest + b / blocks_per_digest, packed + side * plane, BLOCK_SIZE / 64);
+            add_words(digest + b / blocks_per_digest, packed + side * exp_avg.plane, BLOCK_SIZE / 64);
         if (*skip || live_row[b] == EMPTY)
             continue;
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
-        float scale = plain_scale(exp_avg_scale[b], at.k);
-        const float *v = exp_avg_sq ? variance_of(exp_avg_sq, exp_avg_sq_kind, b, room, BLOCK_SIZE) : NULL;
+        float scale = plain_scale(exp_avg.scale[b], at.k);
+        const float *v = exp_avg_sq.numbers ? load_stored(variance_in(exp_avg_sq), 0, b, room, BLOCK_SIZE) : NULL;
         if (!is_plain(at, live_row[b])) {
-            scaled(update, packed, plane, scale, TERNARY, BLOCK_SIZE);
+            scaled(update, packed, exp_avg.plane, scale, TERNARY, BLOCK_SIZE);
             if (v)
-                precondition(update, update, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+                precondition(update, update, v, at.k, exp_avg_sq.EPS_INSIDE_SQRT, BLOCK_SIZE);
             struct correction of = {correction, correction_kind};
             move(at, update, b, b, rounding, of, live, live_row[b], x_squares ? x_squares + b : NULL, BLOCK_SIZE);
             continue;
         }
         float *x = (float *)at.base + at.start;
         if (!v) /* constants: each a loop of its own */
-            move_by_bits(x, packed, plane, scale, NULL, at.k, 0, TERNARY, BLOCK_SIZE);
-        else if (EPS_INSIDE_SQRT)
-            move_by_bits(x, packed, plane, scale, v, at.k, 1, TERNARY, BLOCK_SIZE);
+            move_by_bits(x, packed, exp_avg.plane, scale, NULL, at.k, 0, TERNARY, BLOCK_SIZE);
+        else if (exp_avg_sq.EPS_INSIDE_SQRT)
+            move_by_bits(x, packed, exp_avg.plane, scale, v, at.k, 1, TERNARY, BLOCK_SIZE);
         else
-            move_by_bits(x, packed, plane, scale, v, at.k, 0, TERNARY, BLOCK_SIZE);
+            move_by_bits(x, packed, exp_avg.plane, scale, v, at.k, 0, TERNARY, BLOCK_SIZE);
         if (x_squares)
             x_squares[b] = norm_of(x, BLOCK_SIZE);
     }
@@ -141,14 +141,15 @@ KERNEL(adam_update)
     float update[MOST], room[MOST], wide_x[MOST], wide_m[MOST], wide_v[MOST];
     if (found_before && begin == 0)
         *found_before = 0;
+    struct Stored exp_avg = ROW_OF(moments, exp_avg, 0), exp_avg_sq = ROW_OF(moments, exp_avg_sq, 1);
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         struct moving moving = {live, live_row[b]};
         int64_t drawn_at = first ? b + *first : b;
         const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
-        float *m = exp_avg_kind == FP32 && !octaves ? (float *)exp_avg + b * BLOCK_SIZE : wide_m;
-        float *v = exp_avg_sq_kind == FP32 && !octaves ? (float *)exp_avg_sq + b * BLOCK_SIZE : wide_v;
+        float *m = is_plainly(exp_avg) ? (float *)exp_avg.numbers + b * BLOCK_SIZE : wide_m;
+        float *v = is_plainly(exp_avg_sq) ? (float *)exp_avg_sq.numbers + b * BLOCK_SIZE : wide_v;
         struct correction of = {correction, correction_kind};
         if (found && !exp_avg_sq_sums && at.base && live_row[b] == FULL) {
             float *x = is_plain(at, live_row[b]) ? (float *)at.base + at.start : wide_x;
@@ -157,11 +158,10 @@ KERNEL(adam_update)
                 load_user(x, at, live, live_row[b], BLOCK_SIZE);
             if (x == wide_x && correction)
                 restore(x, of, b, BLOCK_SIZE);
-            if (octaves)
-                bad = move_and_code(x, (uint8_t *)exp_avg + b * BLOCK_SIZE, (uint8_t *)exp_avg_sq + b * BLOCK_SIZE,
-                                    octaves + b, octaves + octaves_stride + b, g, at.k, drawn_at, *drawn, BLOCK_SIZE);
-            else if (drawn)
-                bad = move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, drawn_at, *drawn, BLOCK_SIZE);
+            if (exp_avg.exponents)
+                bad = move_and_code(x, exp_avg, exp_avg_sq, g, at.k, b, drawn_at, *moments.drawn, BLOCK_SIZE);
+            else if (moments.drawn)
+                bad = move_and_narrow(x, exp_avg, exp_avg_sq, g, at.k, b, drawn_at, *moments.drawn, BLOCK_SIZE);
             else
                 bad = move_by_gradient(x, m, v, g, at.k, BLOCK_SIZE);
             if (x == wide_x)
@@ -170,16 +170,11 @@ KERNEL(adam_update)
                 __atomic_fetch_or(found, PARTLY, __ATOMIC_RELAXED);
             continue;
         }
-        if (octaves) {
-            load_codes(wide_m, (uint8_t *)exp_avg + b * BLOCK_SIZE, octaves[b], 1, BLOCK_SIZE);
-            load_codes(wide_v, (uint8_t *)exp_avg_sq + b * BLOCK_SIZE, octaves[octaves_stride + b], 0, BLOCK_SIZE);
-        } else if (drawn) {
-            variance_of(exp_avg, exp_avg_kind, b, wide_m, BLOCK_SIZE);
-            variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide_v, BLOCK_SIZE);
-        }
+        load_stored(exp_avg, 1, b, wide_m, BLOCK_SIZE); /* where it is not in float32 */
+        load_stored(exp_avg_sq, 0, b, wide_v, BLOCK_SIZE);
         moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
-        if (drawn)
-            narrow_moments(exp_avg, exp_avg_sq, octaves, octaves_stride, m, v, b, drawn_at, *drawn, BLOCK_SIZE);
+        if (moments.drawn)
+            narrow_moments(exp_avg, exp_avg_sq, m, v, b, drawn_at, *moments.drawn, BLOCK_SIZE);
         precondition(update, m, v, at.k, 0, BLOCK_SIZE);
         move(at, update, b, drawn_at, rounding, of, moving.live, moving.row, NULL, BLOCK_SIZE);
     }
@@ -203,18 +198,18 @@ KERNEL(lamb_update)
     float x[MOST], u[MOST], room[MOST], wide_m[MOST], wide_v[MOST];
     if (found_before && begin == 0)
         *found_before = 0;
+    struct Stored exp_avg = ROW_OF(moments, exp_avg, 0), exp_avg_sq = ROW_OF(moments, exp_avg_sq, 1);
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         struct moving moving = {live, live_row[b]};
-        uint8_t *of_v = octaves ? octaves + octaves_stride : NULL;
-        float *m = kept_block(exp_avg, exp_avg_kind, octaves, 1, b, wide_m, BLOCK_SIZE);
-        float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide_v, BLOCK_SIZE);
+        float *m = load_stored(exp_avg, 1, b, wide_m, BLOCK_SIZE);
+        float *v = load_stored(exp_avg_sq, 0, b, wide_v, BLOCK_SIZE);
         const float *g = user_block(room, from, live, live_row[b], BLOCK_SIZE);
         moments_that_count(m, v, g, at.k, exp_avg_sq_sums ? exp_avg_sq_sums + b : NULL, found, &moving, BLOCK_SIZE);
-        if (drawn) {
-            keep_narrow(exp_avg, octaves, 1, b, m, *drawn, BLOCK_SIZE);
-            keep_narrow(exp_avg_sq, of_v, 0, b, v, *drawn, BLOCK_SIZE);
+        if (moments.drawn) {
+            store_drawn(exp_avg, 1, b, m, *moments.drawn, BLOCK_SIZE);
+            store_drawn(exp_avg_sq, 0, b, v, *moments.drawn, BLOCK_SIZE);
         }
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         KEEP(k, at.k);
@@ -233,11 +228,11 @@ KERNEL(lamb_update)
 KERNEL(lamb_move)
 {
     float update[MOST], wide_m[MOST], wide_v[MOST];
+    struct Stored exp_avg = ROW_OF(moments, exp_avg, 0), exp_avg_sq = ROW_OF(moments, exp_avg_sq, 1);
     EACH_MOVING_BLOCK(b) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
-        const uint8_t *of_v = octaves ? octaves + octaves_stride : NULL;
-        const float *m = kept_block(exp_avg, exp_avg_kind, octaves, 1, b, wide_m, BLOCK_SIZE);
-        const float *v = kept_block(exp_avg_sq, exp_avg_sq_kind, of_v, 0, b, wide_v, BLOCK_SIZE);
+        const float *m = load_stored(exp_avg, 1, b, wide_m, BLOCK_SIZE);
+        const float *v = load_stored(exp_avg_sq, 0, b, wide_v, BLOCK_SIZE);
         precondition(update, m, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
         struct correction none = {NULL, 0};
         move(at, update, b, b, rounding, none, live, live_row[b], NULL, BLOCK_SIZE);
@@ -299,12 +294,13 @@ KERNEL(lamb_ratio)
     for (int64_t b = begin; b < end && !*skip; b++) {
         struct place at = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         KEEP(k, at.k);
-        const float *frozen = variance_of(exp_avg_sq, exp_avg_sq_kind, b, wide, BLOCK_SIZE);
-        const uint8_t *now_at = exp_avg_bits + bytes_at(b, blocks_per_chunk, exp_avg_bits_stride, BLOCK_SIZE);
+        const float *frozen = load_stored(variance_in(exp_avg_sq), 0, b, wide, BLOCK_SIZE);
+        const uint8_t *now_at = exp_avg.bits + bytes_at(b, blocks_per_chunk, exp_avg.bits_stride, BLOCK_SIZE);
+        const int64_t plane = exp_avg.plane, inside = exp_avg_sq.EPS_INSIDE_SQRT;
         /* Where ternary, the chunks before have a second plane each. */
         uint8_t *last_at = last_bits + b * (BLOCK_SIZE / 8) + (TERNARY ? b / blocks_per_chunk * plane : 0);
         const uint8_t *counting = live_row[b] == FULL ? NULL : live + live_row[b] * (BLOCK_SIZE / 8);
-        float *v = fresh + b * BLOCK_SIZE, now_scale = plain_scale(exp_avg_scale[b], k), most[LINE] = {0};
+        float *v = fresh + b * BLOCK_SIZE, now_scale = plain_scale(exp_avg.scale[b], k), most[LINE] = {0};
         float before = plain_scale(last_scale[b], k);
         EACH_LINE(i, BLOCK_SIZE) {
             float last[LINE];
@@ -313,18 +309,18 @@ KERNEL(lamb_ratio)
             PREFETCH(frozen + i, BLOCK_SIZE);
             scaled(m + i, now_at + i / 8, plane, now_scale, TERNARY, LINE);
             scaled(last, last_at + i / 8, plane, before, TERNARY, LINE);
-            if (EPS_INSIDE_SQRT)
+            if (inside)
                 ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 1, DEEPSPEED);
             else
                 ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 0, DEEPSPEED);
         }
-        largest[b] = largest_of(most);
+        ratios.largest[b] = largest_of(most);
         memcpy(last_at, now_at, BLOCK_SIZE / 8);
         if (TERNARY)
             memcpy(last_at + plane, now_at + plane, BLOCK_SIZE / 8);
-        last_scale[b] = exp_avg_scale[b];
-        if (norms)
-            blend(at, m, frozen, norms, norms_stride, b, EPS_INSIDE_SQRT, live, live_row[b], BLOCK_SIZE);
+        last_scale[b] = exp_avg.scale[b];
+        if (ratios.norms)
+            blend(at, m, frozen, ratios.norms, ratios.norms_stride, b, inside, live, live_row[b], BLOCK_SIZE);
     }
 }
 

@@ -296,23 +296,24 @@ KERNEL(close_round)
 {
     if (begin == end) /* the others' last one changes headers */
         return;
-    int32_t found = agreed_flags(words, words_stride, own_words, world_size) | *hold;
+    int32_t found = agreed_flags(received.words, received.words_stride, received.own_words, received.world_size) | *hold;
     for (int64_t p = begin; p < end; p++) {
-        add_span(total, summed + p / spans * summed_stride, p % spans * ROUND_SPAN, ROUND_SPAN, length);
-        if (heads && p % spans == 0)
-            add_span(total, heads + p / spans * heads_stride, 0, head, head);
+        add_span(digest.running, received.summed + p / spans * received.summed_stride, p % spans * ROUND_SPAN,
+                 ROUND_SPAN, received.length);
+        if (received.heads && p % spans == 0)
+            add_span(digest.running, received.heads + p / spans * received.heads_stride, 0, received.head, received.head);
         for (int64_t b = p * blocks_per_program; b < blocks && b < (p + 1) * blocks_per_program; b++) {
             struct global_step goes = global_step(coef + block_tensor[b] * COLUMNS, steps, most);
-            scale[b] = found ? 0 : goes.x0;
-            taken[b] = SIGNS ? scale[b] : 0;
-            limit[b] = found ? INFINITY : SIGNS ? goes.x1 : most;
+            left.scale[b] = found ? 0 : goes.x0;
+            left.taken[b] = SIGNS ? left.scale[b] : 0;
+            left.limit[b] = found ? INFINITY : SIGNS ? goes.x1 : most;
         }
         if (!is_last(ticket, programs))
             continue;
-        *digest = __atomic_exchange_n(total, 0, __ATOMIC_RELAXED) + (updates ? *updates : 0);
+        *digest.sums = __atomic_exchange_n(digest.running, 0, __ATOMIC_RELAXED) + (digest.updates ? *digest.updates : 0);
         *flags = found;
-        for (int64_t w = 0; w < world_size; w++)
-            words[w * words_stride + FLAGS] = 0;
-        own_words[FLAGS] = 0;
+        for (int64_t w = 0; w < received.world_size; w++)
+            received.words[w * received.words_stride + FLAGS] = 0;
+        received.own_words[FLAGS] = 0;
     }
 }

@@ -82,31 +82,31 @@ KERNEL(local_step)
         }
         memcpy(m, exp_avg + b * BLOCK_SIZE, BLOCK_SIZE * sizeof *m);
         float *v = exp_avg_sq + b * BLOCK_SIZE;
-        if (!FOLLOWS)
-            denominators(d, v, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+        if (!step.FOLLOWS)
+            denominators(d, v, at.k, step.EPS_INSIDE_SQRT, BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++) {
             fine[i] = 1;
             takes[i] = !*hold && is_live(live, row, i, BLOCK_SIZE);
         }
         EACH_LINE(i, BLOCK_SIZE)
             LANES c[i + j] = residual(c[i + j], scale, 0);
-        if (MOVES) {
+        if (step.MOVES) {
             struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
             load_user(g, from, live, row, BLOCK_SIZE);
-            if (!(FOLLOWS && LAST))
+            if (!(step.FOLLOWS && step.LAST))
                 load_user(x, at, live, row, BLOCK_SIZE);
-            if (FOLLOWS) {
+            if (step.FOLLOWS) {
                 own_squares(now, v, g, at.k, BLOCK_SIZE);
-                denominators(d, now, at.k, EPS_INSIDE_SQRT, BLOCK_SIZE);
+                denominators(d, now, at.k, step.EPS_INSIDE_SQRT, BLOCK_SIZE);
                 own_step_and_squares(m, v, x, c, fine, g, now, d, at.k, takes, BLOCK_SIZE);
             } else
-                own_step(m, x, c, fine, g, d, at.k, takes, PRECONDITION, LEAKS, BLOCK_SIZE);
-            if (!(FOLLOWS && LAST))
+                own_step(m, x, c, fine, g, d, at.k, takes, step.PRECONDITION, step.LEAKS, BLOCK_SIZE);
+            if (!(step.FOLLOWS && step.LAST))
                 store_user(at, x, b, NULL, live, row, BLOCK_SIZE);
         }
-        if (LAST && !FOLLOWS)
-            add_kept(c, fine, m, d, at.k, PRECONDITION, BLOCK_SIZE);
-        else if (MOVES)
+        if (step.LAST && !step.FOLLOWS)
+            add_kept(c, fine, m, d, at.k, step.PRECONDITION, BLOCK_SIZE);
+        else if (step.MOVES)
             memcpy(exp_avg + b * BLOCK_SIZE, m, BLOCK_SIZE * sizeof *m);
         only_live(c, live, row, BLOCK_SIZE);
         int32_t bad = 0;

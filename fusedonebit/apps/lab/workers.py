@@ -22,6 +22,7 @@ from ...optim.own_variance import OwnVariance
 from ...optim.two_stage import TwoStage
 from ...optim.zero_one import LocalAdam, ZeroOneAdam
 from ...triton_kernels import LiveTable, local_step
+from ...triton_kernels.zero_one import LocalStep
 from .rivals.frame import Rival
 
 
@@ -196,13 +197,13 @@ class BatchedLocalAdam(LocalAdam):
         if self._local == 0 and self.shares_variance:  # all have the same when a round begins
             for _, exp_avg, _ in self._others:
                 exp_avg.copy_(self.exp_avg)
-        inside, precondition = self._eps_inside_sqrt, self.options.precondition
-        told, anchor = (moves, last, self.leaks, not self.shares_variance), self._kept(moves, last)
+        how, anchor = (self._eps_inside_sqrt, self.options.precondition), self._kept(moves, last)
+        step = LocalStep(*how, moves, last, self.leaks, not self.shares_variance)
+        hold = self._no_flags if hold is None else hold
         for rank, (params, exp_avg, v) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
             worker = rank.worker
-            where = (worker.compensated, worker.scale, coef, self._no_flags if hold is None else hold)
-            whose = (params, rank.gradients, self.frame.places, exp_avg, v, inside, precondition)
-            local_step(*whose, *where, *told, None if rank is not self.reducer else anchor, self._pending)
+            whose = (params, rank.gradients, self.frame.places, exp_avg, v, worker.compensated, worker.scale)
+            local_step(*whose, coef, step, hold, None if rank is not self.reducer else anchor, self._pending)
 
     def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
         variances = [self.exp_avg_sq, *(exp_avg_sq for *_, exp_avg_sq in self._others)]
