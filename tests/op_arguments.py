@@ -66,4 +66,4 @@ def arguments_of(name: str, *values: Any, **named: Any) -> Any:
 
 def flat(name: str, arguments: Sequence[Any]) -> Sequence[Any]:
     """Return arguments as ``torch.ops.fusedonebit`` takes them: nouns as their fields."""
-    return tuple(OPS[name].signature.flat(arguments))
+    return OPS[name].signature.flat(*arguments)

@@ -56,7 +56,7 @@ def test_fields_have_the_name_of_their_argument_before_their_own():
 @pytest.mark.parametrize("other", [None, Pair(B, None, True), Pair(B, A, False, 3)], ids=["none", "some", "all"])
 def test_what_was_flattened_comes_back_whole(other):
     signature = Signature(eager)
-    flat = signature.flat((A, Pair(A, B, True), other, C))
+    flat = signature.flat(A, Pair(A, B, True), other, C)
     assert len(flat) == len(signature.slots)
     assert list(flat[-4:]) == [None, None, False, 7]
     found.clear()
@@ -71,13 +71,13 @@ def test_what_was_flattened_comes_back_whole(other):
 
 def test_arguments_may_be_given_by_name():
     signature = Signature(eager)
-    by_place = signature.flat((A, Pair(A, B, True), None, C))
-    assert list(signature.bound((A,), {"hold": C, "other": None, "pair": Pair(A, B, True)})) == list(by_place)
-    with pytest.raises(TypeError, match="missing a required argument: 'hold'"):
-        signature.bound((A, Pair(A, B, True), None), {})
+    by_place = signature.flat(A, Pair(A, B, True), None, C)
+    assert signature.flat(A, hold=C, other=None, pair=Pair(A, B, True)) == by_place
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'hold'"):
+        signature.flat(A, Pair(A, B, True), None)
     for wrong in ((A,), (A, Pair(A, B, True), None, C, None, None)):
         with pytest.raises(TypeError, match="argument"):
-            signature.flat(wrong)
+            signature.flat(*wrong)
 
 
 def test_a_kernel_of_nouns_is_launched_with_flat_arguments_and_finds_what_is_derived():
@@ -100,8 +100,7 @@ def test_an_op_without_nouns_has_its_own_function_and_kernel():
     signature, given = Signature(plain), Deferred(kernel, kernel, {})
     assert signature.regrouped(plain) is plain
     assert signature.kernel(given) is given
-    arguments = (A, C)
-    assert signature.flat(arguments) is arguments
+    assert signature.flat(A, C) == (A, C)
 
 
 def test_ops_that_end_a_compression_take_few_arguments():

@@ -13,7 +13,8 @@ from .jit import interpreting
 
 Backend = Literal["triton", "native", "plain"]
 
-_forced: Backend | None = None
+forced: Backend | None = None
+"""What runs whatever the device (``using``)."""
 
 
 @contextmanager
@@ -29,18 +30,18 @@ def using(backend: Backend) -> Iterator[None]:
         RuntimeError: if Triton is asked for on a machine without CUDA, outside the interpreter; or C kernels
             where they can't be built.
     """
-    global _forced
+    global forced
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be 'triton', 'native' or 'plain', got {backend!r}")
     if backend == "triton" and not torch.cuda.is_available() and not interpreting():
         raise RuntimeError("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1 at the start")
     if backend == "native" and native.library() is None:
         raise RuntimeError(f"there are no C kernels here: {native.reason()}; use 'plain'")
-    before, _forced = _forced, backend
+    before, forced = forced, backend
     try:
         yield
     finally:
-        _forced = before
+        forced = before
 
 
 def chosen(device_type: str) -> Backend:
@@ -49,10 +50,10 @@ def chosen(device_type: str) -> Backend:
     Raises:
         RuntimeError: if C kernels are asked for, and the tensors are not the CPU's.
     """
-    if _forced == "native" and device_type != "cpu":
+    if forced == "native" and device_type != "cpu":
         raise RuntimeError(f"C kernels work on CPU tensors, got {device_type}; use 'triton' or 'plain'")
-    if _forced is not None:
-        return _forced
+    if forced is not None:
+        return forced
     if device_type == "cuda":
         return "triton"
     return "plain" if native.library() is None else "native"

@@ -59,6 +59,7 @@ class Signature:
     Attributes:
         slots: By flat names.
         derived: What kernels find in nouns besides: types, functions, and the flat names of these functions' arguments.
+        flat: A function of its arguments, that returns them flat: nouns as their fields.
         places: Where a kernel finds fields, and what is derived, of the nouns that it takes, by their flat names. Of
             others it takes fields by these names.
     """
@@ -76,9 +77,8 @@ class Signature:
                 self._add_noun(name, hint, optional)
             else:
                 self.slots[name] = _slot(hint, optional, parameter.default)
-        given = self.whole.parameters.values()
-        self._defaults = [parameter.default for parameter in given if parameter.default is not REQUIRED]
         self._each = [(self._nouns.get(name), name) for name in self.whole.parameters]
+        self.flat = self._flattening(eager)
 
     def _add_noun(self, name: str, kind: type[Any], optional: bool) -> None:
         hints, first = get_type_hints(kind, include_extras=True), len(self.slots)
@@ -93,28 +93,17 @@ class Signature:
             needed = [_flat(name, kind, each) for each in inspect.signature(function).parameters]
             self.derived[_flat(name, kind, derived)] = triton, function, needed
 
-    def flat(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Return arguments with nouns as their fields."""
-        if not self._nouns:
-            return arguments
-        missing = len(self._each) - len(arguments)
-        if not 0 <= missing <= len(self._defaults):
-            self.whole.bind(*arguments)  # which says what is wrong
-        if missing:
-            arguments = (*arguments, *self._defaults[-missing:])
-        found: list[Any] = []
-        for (noun, _), value in zip(self._each, arguments, strict=False):
-            if noun is None:
-                found.append(value)
-            else:
-                found += noun.absent if value is None else value
-        return found
-
-    def bound(self, arguments: Sequence[Any], named: dict[str, Any]) -> Sequence[Any]:
-        """Return flat arguments where some were given by name."""
-        given = self.whole.bind(*arguments, **named)
-        given.apply_defaults()
-        return self.flat(given.args)
+    def _flattening(self, eager: Callable[..., None]) -> Callable[..., tuple[Any, ...]]:
+        """Return a function of the eager one's arguments that returns them flat: nouns as their fields."""
+        defaults, taken, flat = {}, [], []
+        for name, parameter in self.whole.parameters.items():
+            if parameter.default is not REQUIRED:
+                defaults[name] = parameter.default
+            taken.append(f"{name}={name}" if name in defaults else name)
+            noun = self._nouns.get(name)
+            left_out = f"({tuple(noun.absent)} if {name} is None else {name})" if noun and noun.optional else name
+            flat.append(f"*{left_out}" if noun else name)
+        return _printed(eager, defaults, taken, f"return ({', '.join(flat)},)")
 
     def regrouped(self, eager: Callable[..., None]) -> Callable[..., None]:
         """Return the eager function with flat arguments."""
@@ -140,7 +129,8 @@ class Signature:
             for field, flat in self._fields_in_kernels(name).items():
                 if self._nouns[name].kind not in _UNPREFIXED:
                     self.places[flat] = Place(name, self._nouns[name].kind.__name__, field)
-        names: dict[str, Any] = {"tl": tl, "of_nouns": kernel}
+        module = f"<{kernel.function.__module__}.{kernel.function.__name__}, flat>"  # of which each kernel has one
+        names: dict[str, Any] = {"tl": tl, "of_nouns": kernel, "__name__": module}
         flat_names, given = [], []
         for name, parameter in declared.items():
             if name not in self._nouns:
@@ -152,7 +142,8 @@ class Signature:
             names[f"noun_{name}"] = namedtuple(self._nouns[name].kind.__name__, fields)
             flat_names += [f"{each}: tl.constexpr" if each.isupper() else each for each in fields.values()]
             given.append(f"noun_{name}({', '.join(fields.values())})")
-        return _printed(kernel, names, flat_names, given)
+        called = f"of_nouns({', '.join(given)})"
+        return kernel.called_by(_printed(kernel.function, names, flat_names, called))
 
     def _fields_in_kernels(self, name: str) -> dict[str, str]:
         """Return what a kernel finds in a noun, and the flat name of each; constants in capitals."""
@@ -194,14 +185,13 @@ def _slot(hint: Any, optional: bool, default: Any) -> Slot:
     return Slot("Tensor?" if optional else "Tensor", hint.__metadata__[0], default)
 
 
-def _printed(kernel: Deferred, names: dict[str, Any], flat: Sequence[str], given: Sequence[str]) -> Deferred:
-    """Return a function of these arguments that calls the kernel; Triton reads its source where Python keeps lines."""
-    called = kernel.function.__name__  # as profilers show it
-    source = f"def {called}({', '.join(flat)}):\n    of_nouns({', '.join(given)})\n"
-    file = f"<{kernel.function.__module__}.{called}, flat>"
+def _printed(like: Callable[..., Any], names: dict[str, Any], taken: Sequence[str], line: str) -> Callable[..., Any]:
+    """Return a function of one line, called like another; Triton reads its source where Python keeps lines."""
+    called = like.__name__  # as profilers show it
+    source = f"def {called}({', '.join(taken)}):\n    {line}\n"
+    file = f"<{like.__module__}.{called}, flat>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    names["__name__"] = file
     exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
-    function = names[called]
-    function.__module__ = kernel.function.__module__
-    return kernel.called_by(function)
+    function: Callable[..., Any] = names[called]
+    function.__module__ = like.__module__
+    return function

@@ -37,22 +37,24 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from itertools import compress
 from typing import Any, NamedTuple, ParamSpec
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _increment_version, _len_torch_dispatch_stack
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import _profiler_enabled
 
-from . import native
+from . import backends, native
 from .backends import chosen
 from .flattening import REQUIRED, Signature
 from .jit import Deferred, interpreting
 from .layout import BLOCK_SIZES
 from .native.generate import Parameter
 from .nouns import Derived, stride
-from .tables import BlockTables, Listed, Pattern, block_tables, pointer_table
+from .tables import BlockTables, Facts, Listed, block_tables, pointer_table
 
 NUM_WARPS = 4
 P = ParamSpec("P")
@@ -92,34 +94,27 @@ _DIRECT = _PLAIN | {list, tuple, Listed, int, float, bool, type(None)}
 
 
 class Plan(NamedTuple):
-    """A launch as it was bound, for arguments that lie where they did; it keeps none of them.
+    """A launch as it was bound, for arguments that lie where they did; it keeps none of them, but their tables.
 
     Attributes:
-        what: Constants for which it holds.
-        pattern: What its tensors were like.
+        sizes: Of the layout, for which it holds.
+        fits: Tells whether tensors, each given once, are like those that it was bound with: of their types, dtypes,
+            layouts, devices, shapes and strides; where gradients are enabled, both times, also whether they require
+            them. torch's compiler makes one of its guards of this.
         tables: Of the layout, whose addresses it has, while somebody keeps them.
+        pointers: Tables of lists of tensors, whose addresses it has.
         start: Starts it, on the arguments of the kernel.
         given: These: addresses, numbers and constants.
         free: Places in ``given`` of numbers that may be others each time, and their places among the op's arguments.
     """
 
-    what: tuple[Any, ...]
-    pattern: Pattern
+    sizes: tuple[int, ...]
+    fits: Callable[..., bool]
     tables: ref[BlockTables] | None
+    pointers: list[Tensor]
     start: Callable[..., None]
     given: list[Any]
     free: list[tuple[int, int]]
-
-    def holds(self, what: tuple[Any, ...], tensors: Sequence[Tensor]) -> bool:
-        """Tell whether constants and tensors are as they were, and somebody keeps the tables."""
-        return self.what == what and self.pattern.fits(tensors) and (self.tables is None or self.tables() is not None)
-
-    def start_on(self, arguments: Sequence[Any]) -> None:
-        """Launch, with an op's arguments' own numbers."""
-        given = self.given.copy()
-        for i, at in self.free:
-            given[i] = arguments[at]
-        self.start(*given)
 
 
 _MOST_PLANS = 256
@@ -136,7 +131,7 @@ class Op:
         self.writes, self._derive = [name.replace(".", "_") for name in writes], derive
         defaults = [slot.default for slot in self.arguments.values()]
         required = max((i + 1 for i, default in enumerate(defaults) if default is REQUIRED), default=0)
-        self._defaults = tuple(defaults[required:])
+        self._defaults, self._required = tuple(defaults), required
         self._lists = [name for name, argument in self.arguments.items() if argument.schema == "Tensor[]"]
         self._steps: dict[str, tuple[Callable[..., Any], list[str]]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -152,26 +147,26 @@ class Op:
         needed = {name for _, names in self._steps.values() for name in names}
         places = {name: i for i, name in enumerate(self.arguments)}
         schemas = [argument.schema for argument in self.arguments.values()]
-        self._tensors_at = [i for i, schema in enumerate(schemas) if schema in ("Tensor", "Tensor?")]
-        self._optional_at = [i for i, schema in enumerate(schemas) if schema == "Tensor?"]
         self._device_at = schemas.index("Tensor")
+        self._sizes_at = schemas.index("SymInt[]") if "SymInt[]" in schemas else None
+        self._lists_at = [places[name] for name in self._lists]
         self._written_at = [places[name] for name in self._lists if name in self.writes]
-        self._lists_at = [(places[name], "sizes" in self._steps[f"{name}.pointers"][1]) for name in self._lists]
-        self._sizes_at = [i for i, schema in enumerate(schemas) if schema == "SymInt[]"]
         numbers = {name for name, argument in self.arguments.items() if argument.schema in ("int", "float", "bool")}
         # Numbers that a kernel is given as they are: all others decide how it is launched.
         self._free = [(i, places[name]) for i, name in enumerate(names) if name in numbers - needed - set(self._steps)]
-        self._fixed_at = [places[name] for name in numbers - {list(places)[at] for _, at in self._free}]
+        free = {at for _, at in self._free}
+        self._fixed = [name in numbers and at not in free for name, at in places.items()]
+        self._whole = [at in free and schema == "int" for at, schema in enumerate(schemas)]
 
     @property
     def schema(self) -> str:
         """Returns it as ``torch.library`` has it."""
-        texts, defaulted = [], len(self.arguments) - len(self._defaults)
+        texts = []
         for i, (name, slot) in enumerate(self.arguments.items()):
             kind = slot.schema
             if name in self.writes:
                 kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + self.writes.index(name))}!)")
-            texts.append(f"{kind} {name}" + (f"={slot.default}" if i >= defaulted else ""))
+            texts.append(f"{kind} {name}" + (f"={slot.default}" if i >= self._required else ""))
         return f"({', '.join(texts)}) -> ()"
 
     # ------------------------------------------------------------ binding
@@ -239,59 +234,68 @@ class Op:
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """Return the op's arguments and all that the kernel needs of them, by name."""
-        values = dict(zip(self.arguments, self._whole(arguments), strict=True))
+        values = dict(zip(self.arguments, arguments, strict=True))
         for key, (function, needed) in self._steps.items():
             values[key] = function(*[values[name] for name in needed])
         return values
 
-    def _whole(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Return arguments with those at their end that have a default, which the dispatcher leaves out."""
-        missing = len(self.arguments) - len(arguments)
-        return (*arguments, *self._defaults[-missing:]) if missing else arguments
-
     # ------------------------------------------------------------ running
 
-    def launch(self, arguments: Sequence[Any], on: str) -> None:
-        """Launch the kernel, Triton's or that in C, on the device of its tensors, and count it."""
-        arguments = self._whole(arguments)
-        device = arguments[self._device_at].device
-        if device.type != "cuda":
-            self._launch(arguments, on, device)
-            return
-        with torch.cuda.device(device):  # Triton launches on the current one, which need not be the tensors'
-            if torch.cuda.is_current_stream_capturing():  # tables may be uploaded then, and again in each replay
-                self._launch_anew(arguments, on)
-            else:
-                self._launch(arguments, on, device)
+    def run(self, *arguments: Any) -> None:
+        """Run what is chosen for the device of the tensors; ``torch.library`` calls it, without defaults at the end.
 
-    def _launch(self, arguments: Sequence[Any], on: str, device: torch.device) -> None:
-        """Launch by the plan that there is for such arguments, else make one."""
-        tensors = [tensor for at in self._tensors_at if (tensor := arguments[at]) is not None]
-        sizes = [tuple(arguments[at]) for at in self._sizes_at]
-        lists = [pointer_table(arguments[at], device, *sizes[:checked]) for at, checked in self._lists_at]
-        where = (on, *map(Tensor.data_ptr, tensors), *(pointers.table.data_ptr() for pointers in lists))
-        what = (
-            [arguments[at] is None for at in self._optional_at],
-            [arguments[at] for at in self._fixed_at],
-            [_specialised(arguments[at]) for _, at in self._free] if on == "triton" else None,
-            [pointers.stored for pointers in lists],
-            sizes,
-        )
-        plan, each = self._plans.get(where), list({id(tensor): tensor for tensor in tensors}.values())
-        if plan is not None and plan.holds(what, each):
+        One function, as each call costs: it looks for a plan by all that may differ, and launches by it.
+        """
+        arguments = (*arguments, *self._defaults[len(arguments) :])
+        device: torch.device = arguments[self._device_at].device
+        stream: int | None = 0
+        if device.type == "cuda":
+            if device.index != torch.cuda.current_device():  # on which Triton launches
+                with torch.cuda.device(device):
+                    self.run(*arguments)
+                return
+            # Tables may be uploaded in a capture, and again in each replay: no plan is for one.
+            stream = None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream().cuda_stream
+        on, types = backends.forced or device.type, tuple(map(type, arguments))
+        tensors = tuple(compress(arguments, map(_PLAIN.__contains__, types)))
+        each = dict(zip(map(id, tensors), tensors, strict=True))
+        sizes = () if self._sizes_at is None else tuple(arguments[self._sizes_at])
+        key = [on, stream, types, len(each), *map(Tensor.data_ptr, tensors), *compress(arguments, self._fixed)]
+        for at in self._lists_at:
+            key.append(x.facts.key if type(x := arguments[at]) is Listed else Facts(x).key)
+        if on in ("triton", "cuda"):  # whose launcher compiles for what is true of a whole number
+            key += [(n == 1, n % 16 == 0, -(2**31) <= n < 2**31) for n in compress(arguments, self._whole)]
+        plan = self._plans.get(where := tuple(key))
+        if (
+            plan is not None
+            and plan.sizes == sizes
+            and plan.fits(*each.values())
+            and (plan.tables is None or plan.tables() is not None)
+        ):
             launches[self.name] += 1
-            plan.start_on(arguments)
-            return
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        launch = self._launch_anew(arguments, on)
-        if launch is not None:
-            pattern = Pattern()
-            pattern.take(each)
-            self._plans[where] = Plan(what, pattern, *launch)
+            given = plan.given.copy()
+            for i, at in plan.free:
+                given[i] = arguments[at]
+            plan.start(*given)
+        else:
+            backend = chosen(device.type)
+            if backend == "plain" or (backend == "native" and self.name not in native.KERNELS):
+                self.eager(*arguments)
+                return
+            launch = self.launch(arguments, backend)
+            if launch is not None and stream is not None and _DIRECT.issuperset(types):
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                guards = TensorGuards(*each.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+                self._plans[where] = Plan(sizes, guards.check, *launch)
+        for at in self._written_at:  # through their addresses, which autograd does not see
+            _increment_version(arguments[at])
 
-    def _launch_anew(self, arguments: Sequence[Any], on: str) -> tuple[Any, ...] | None:
-        """Bind and launch; return what does so again, unless it would reach other memory than arguments and tables."""
+    def launch(self, arguments: Sequence[Any], on: str) -> tuple[Any, ...] | None:
+        """Bind and launch the kernel, Triton's or that in C, and count it.
+
+        Return what does so again (``Plan``), unless it would reach other memory than arguments and tables.
+        """
         values = self.bind(arguments)
         launches[self.name] += 1
         *given, _, programs, num_warps = [values[key] for key in self._launched]
@@ -312,40 +316,28 @@ class Op:
             start = None if compiled is None else compiled[(programs, 1, 1)]  # None of Triton's interpreter
             addresses, free = [x.data_ptr() if isinstance(x, Tensor) else x for x in given], self._free
         tables = values.get("tables")
-        kept = [tensor for at in self._tensors_at if (tensor := arguments[at]) is not None]
-        kept += [values[f"{name}.pointers"].table for name in self._lists]
-        kept += [] if tables is None else tables.made()
+        pointers = [values[f"{name}.pointers"].table for name in self._lists]
+        kept = [*pointers, *(x for x in arguments if isinstance(x, Tensor)), *([] if tables is None else tables.made())]
         memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
         if start is None or any(x.untyped_storage().data_ptr() not in memory for x in given if isinstance(x, Tensor)):
             return None
-        return None if tables is None else ref(tables), start, addresses, free
-
-    def run(self, *arguments: Any) -> None:
-        """Run what is chosen for the device of the tensors; ``torch.library`` calls it."""
-        backend = chosen(arguments[self._device_at].device.type)
-        if backend == "plain" or (backend == "native" and self.name not in native.KERNELS):
-            self.eager(*arguments)
-            return
-        self.launch(arguments, backend)
-        for at in self._written_at:  # through their addresses, which autograd does not see
-            torch.autograd.graph.increment_version(arguments[at])
+        return None if tables is None else ref(tables), pointers, start, addresses, free
 
     def is_direct(self, arguments: Sequence[Any]) -> bool:
         """Tell whether the dispatcher would only pass these arguments on: nobody follows, and all are plain."""
-        return (
-            not torch.compiler.is_compiling()
-            and not _len_torch_dispatch_stack()
-            and not _profiler_enabled()
-            and 0 <= len(self.arguments) - len(arguments) <= len(self._defaults)
-            and _DIRECT.issuperset(map(type, arguments))
-            and all(type(x := arguments[at]) is Listed or _PLAIN.issuperset(map(type, x)) for at, _ in self._lists_at)
-            and arguments[self._device_at].device.type in ("cpu", "cuda")
-        )
-
-
-def _specialised(number: float) -> tuple[Any, ...]:
-    """Return what Triton's launcher compiles for, of a number."""
-    return type(number), number == 1, number % 16 == 0, -(2**31) <= number < 2**31
+        if (
+            torch.compiler.is_compiling()
+            or _len_torch_dispatch_stack()
+            or _profiler_enabled()
+            or len(arguments) != len(self.arguments)
+            or not _DIRECT.issuperset(map(type, arguments))
+            or arguments[self._device_at].device.type not in ("cpu", "cuda")
+        ):
+            return False
+        for at in self._lists_at:
+            if type(x := arguments[at]) is not Listed and not _PLAIN.issuperset(map(type, x)):
+                return False
+        return True
 
 
 def _narrowed(value: Any, kind: str) -> Any:
@@ -386,11 +378,11 @@ def op(
             _LIBRARY.impl(declared.name, declared.run, key)
         torch.library.register_fake(f"fusedonebit::{declared.name}", _fake, lib=_LIBRARY)
         native.declare(declared.name, declared.parameters, in_c)
-        overload = getattr(torch.ops.fusedonebit, declared.name).default
+        overload, flatten = getattr(torch.ops.fusedonebit, declared.name).default, declared.signature.flat
 
         @wraps(eager)
         def call(*arguments: P.args, **named: P.kwargs) -> None:
-            flat = declared.signature.bound(arguments, named) if named else declared.signature.flat(arguments)
+            flat = flatten(*arguments, **named)
             if declared.is_direct(flat):
                 declared.run(*flat)
             else:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import operator
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -23,7 +25,7 @@ from .layout import FlatLayout
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """How kernels are told the dtype of a tensor (``user_tensors.FP32``, ...)."""
-_MIXED, _ALIGNED = 3, 4
+_MIXED, _ALIGNED, _UNREADABLE = 3, 4, 5
 _ALIGNMENT = 16  # bytes, for 128-bit loads
 _DTYPE = operator.attrgetter("dtype")
 
@@ -63,16 +65,17 @@ class Pattern:
 
 
 class Facts:
-    """What kernels are told of a list of tensors, by which their table is found again; it keeps none of them.
+    """What kernels are told of a list of tensors; it keeps none of them.
 
     Attributes:
         numels: Of each.
         found: The address of each, as torch tells it.
         addresses: The same, 0 of those that are empty.
         kinds: The dtype of each, one of ``KINDS``.
+        key: All of it, by which tables and plans are found again: bytes, whose hash Python keeps.
     """
 
-    __slots__ = ("_hash", "addresses", "found", "kinds", "numels")
+    __slots__ = ("addresses", "found", "key", "kinds", "numels")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # ``map``, whose loop is not Python's: there may be thousands.
@@ -80,14 +83,8 @@ class Facts:
         self.found = self.addresses = tuple(map(Tensor.data_ptr, tensors))
         if not all(self.numels):
             self.addresses = tuple(address if n else 0 for address, n in zip(self.found, self.numels, strict=True))
-        self.kinds = tuple(map(KINDS.__getitem__, map(_DTYPE, tensors)))
-        self._hash = hash((self.addresses, self.kinds))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Facts) and (self.addresses, self.kinds) == (other.addresses, other.kinds)
+        self.kinds = tuple(map(KINDS.get, map(_DTYPE, tensors), repeat(_UNREADABLE)))
+        self.key = array("Q", (*self.addresses, *self.numels, *self.kinds)).tobytes()
 
 
 class Listed(list[Tensor]):
@@ -134,7 +131,7 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequen
         raise ValueError(f"tensors must have {_few(sizes)} elements, or none, got {_few(facts.numels)}")
     # By stream: a table that one stream uploads may not be there yet for another.
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
-    what = (facts, device)
+    what = (facts.key, device)
     with _tables_lock:
         if capturing(device):
             # What was uploaded before a capture is there when its graph is replayed. What is uploaded in a capture is
@@ -165,6 +162,8 @@ def _few(numbers: Sequence[int]) -> str:
 
 def _make_pointers(facts: Facts, device: torch.device) -> Pointers:
     addresses, kinds = facts.addresses, facts.kinds
+    if _UNREADABLE in kinds:
+        raise TypeError(f"tensors must be of {', '.join(map(str, KINDS))}")
     host = torch.tensor([addresses, kinds], dtype=torch.int64, pin_memory=device.type == "cuda")
     used = {kind for kind, address in zip(kinds, addresses, strict=True) if address}
     stored = used.pop() if len(used) == 1 else _MIXED if used else 0

@@ -56,7 +56,7 @@ def synchronised(call: Call) -> Call:
 def compiled(op: str, arguments: tuple) -> Call:
     """Eager under torch.compile; skips where no compiler can make it."""
     torch.compiler.reset()
-    call = partial(torch.compile(OPS[op].eager), *OPS[op].signature.flat(arguments))
+    call = partial(torch.compile(OPS[op].eager), *OPS[op].signature.flat(*arguments))
     try:
         call()
     except Exception as error:
