@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from fusedonebit import OutOfStepError
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.core.optimizer import COMPARED_EVERY
+from fusedonebit.core.frame import COMPARED_EVERY
 from fusedonebit.optim.policies import FixedRounds
 
 SIZES = (300, 5, 700)

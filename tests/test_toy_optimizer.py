@@ -25,7 +25,7 @@ from fusedonebit.comm import SignVote, Told
 from fusedonebit.core.compressing import Feedback
 from fusedonebit.core.frame import Frame
 from fusedonebit.core.optimizer import DistributedOptimizer
-from fusedonebit.core.state.spec import StateSpec
+from fusedonebit.core.spec import StateSpec
 from fusedonebit.triton_kernels import rule, rules, using, vote_op
 from fusedonebit.triton_kernels.jit import tl
 

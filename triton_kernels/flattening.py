@@ -66,7 +66,7 @@ class Signature:
 
     def __init__(self, eager: Callable[..., None]) -> None:
         hints = get_type_hints(eager, include_extras=True)
-        self.whole = inspect.signature(eager)
+        self.whole, self._name = inspect.signature(eager), eager.__name__
         self.slots: dict[str, Slot] = {}
         self.derived: dict[str, tuple[str, Callable[..., Any], list[str]]] = {}
         self.places: dict[str, Place] = {}
@@ -129,7 +129,7 @@ class Signature:
             for field, flat in self._fields_in_kernels(name).items():
                 if self._nouns[name].kind not in _UNPREFIXED:
                     self.places[flat] = Place(name, self._nouns[name].kind.__name__, field)
-        module = f"<{kernel.function.__module__}.{kernel.function.__name__}, flat>"  # of which each kernel has one
+        module = f"<{kernel.function.__module__}.{self._name}, flat>"  # each op's: several may share a kernel's text
         names: dict[str, Any] = {"tl": tl, "of_nouns": kernel, "__name__": module}
         flat_names, given = [], []
         for name, parameter in declared.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.state.header import KEY
+from ..core.header import KEY
 from ..core.state.saving import FORMAT, forget_checksums, header_of
 
 __all__ = ["FORMAT", "KEY", "forget_checksums", "header_of"]

@@ -40,8 +40,8 @@ from torch.nn import Module
 
 from ..comm import TorchTransport
 from ..core.consensus import failure
+from ..core.header import KEY
 from ..core.optimizer import DistributedOptimizer
-from ..core.state.header import KEY
 from ..core.state.integrity import read_header
 from ..core.state.loading import check_header
 from ..errors import CheckpointError

@@ -13,12 +13,12 @@ from ..comm import Flag, Transport
 from ..comm.agreement import sum_of_words
 from ..triton_kernels import Coef, backend
 from .frame import COMPARED_EVERY, Frame
+from .header import Fields
 from .options import Made
-from .scaling import Agreed
+from .scaling import NO_SCALE, Agreed
 from .settings import Options
 from .sharding import local
-from .state.header import Fields
-from .state.spec import Specs, StateSpec
+from .spec import Specs, StateSpec
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
@@ -170,8 +170,10 @@ class Algorithm:
 
     def agree(self, grads: Sequence[Tensor], coef: Tensor, transport: Transport, **how: Any) -> Agreed:
         """Agree on what gradients are multiplied with, and on holding still, and note it; ``how``: see ``Scaling``."""
-        frame = self.frame
-        which = frame.loss_scale, self.options.max_grad_norm, transport, frame.ranks.model, self.weighs
+        frame, scale = self.frame, self.frame.loss_scale
+        if scale is NO_SCALE and self.options.max_grad_norm is None:
+            return Agreed(coef)
+        which = scale, self.options.max_grad_norm, transport, frame.ranks.model, self.weighs
         return frame.scaling.agree(grads, coef, *which, **how)
 
     def known(self, flags: Tensor) -> Tensor | int:

@@ -18,9 +18,9 @@ from ..comm.reducer import Compress
 from ..triton_kernels import apply_momentum
 from ..triton_kernels.nouns import Divisor, Signs
 from .algorithm import Algorithm, Phase
+from .header import COMPRESSED, Fields, is_compressed
 from .scaling import Agreed
-from .state.header import COMPRESSED, Fields, is_compressed
-from .state.spec import Specs, StateSpec
+from .spec import Specs, StateSpec
 
 
 class Compressing(Algorithm):

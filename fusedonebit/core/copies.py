@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,16 @@ from torch import Tensor
 from ..comm import LocalTransport, Traffic, Transport, make_transport
 from .frame import Frame
 from .given import first_device
+from .header import is_compressed
 from .hyper_parameters import HyperParameters
 from .sharding import local
-from .state.header import is_compressed
 from .state.loading import take_state
+from .state.owner import Owner
 from .state.saving import header_of, save
 from .world import World
 
-if TYPE_CHECKING:
-    from .optimizer import DistributedOptimizer
 
-
-def deep_copy(optimizer: DistributedOptimizer, memo: dict[int, Any]) -> DistributedOptimizer:
+def deep_copy(optimizer: Owner, memo: dict[int, Any]) -> Any:
     """Return a copy over the same ranks, whose traffic is counted apart.
 
     Where ``overlap=True`` over a process group, every rank must call it: buckets travel over a group of their own.
@@ -44,7 +42,7 @@ def deep_copy(optimizer: DistributedOptimizer, memo: dict[int, Any]) -> Distribu
     return copied
 
 
-def pickled(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def pickled(optimizer: Owner) -> dict[str, Any]:
     """Return what a pickle has of an optimizer; TypeError if its ranks can't be made again."""
     frame = optimizer.frame
     content, transport = _content(optimizer), frame.ranks.transport
@@ -64,7 +62,7 @@ def pickled(optimizer: DistributedOptimizer) -> dict[str, Any]:
     return content
 
 
-def unpickle(optimizer: DistributedOptimizer, content: dict[str, Any]) -> None:
+def unpickle(optimizer: Owner, content: dict[str, Any]) -> None:
     """Make a new optimizer what ``pickled`` has told; ValueError, on this rank alone, if the ranks are others."""
     transport = LocalTransport() if content["apart"] else make_transport(None, first_device(content["param_groups"]))
     if (transport.rank, transport.world_size) != (content["rank"], content["world_size"]):
@@ -76,7 +74,7 @@ def unpickle(optimizer: DistributedOptimizer, content: dict[str, Any]) -> None:
     _rebuild(optimizer, content, transport, None)
 
 
-def _content(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def _content(optimizer: Owner) -> dict[str, Any]:
     """Return all but the ranks; of the state this rank's rows alone, since others name a process group."""
     frame = optimizer.frame
     if frame.ranks.model.count > 1:
@@ -95,15 +93,14 @@ def _content(optimizer: DistributedOptimizer) -> dict[str, Any]:
 
 
 def _rebuild(
-    optimizer: DistributedOptimizer,
+    optimizer: Owner,
     content: dict[str, Any],
     transport: Transport,
     levels: tuple[Transport, Transport] | None,
 ) -> None:
     groups, saved = content["param_groups"], content["saved"]
-    torch.optim.Optimizer.__setstate__(
-        optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)}
-    )
+    setstate: Any = torch.optim.Optimizer.__setstate__
+    setstate(optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)})
     options, device = content["options"], first_device(groups)
     frame = optimizer.frame = Frame(optimizer, World(transport, device, levels=levels))
     frame.options, frame.groups, frame.masks = options, groups, content["masks"]

@@ -19,7 +19,7 @@ from .consensus import check_corrections, check_device, check_masks, check_round
 from .hyper_parameters import HyperParameters
 from .options import CoefficientTable, numbers, stated
 from .params import ParameterList
-from .scaling import LossScale, Scaling
+from .scaling import NO_SCALE, LossScale, Scaling
 from .settings import Numerics, Options, Wire
 from .sharding import check_groups, levels, local
 from .steps import Steps
@@ -34,7 +34,7 @@ ranks have alike is compared."""
 class Owner(Protocol):
     """Is the optimizer, as hooks of the backward pass and of checkpoints need it."""
 
-    def begin_step(self, captured: bool = False) -> None:
+    def begin_step(self) -> None:
         """Enter the stage of the coming step, once."""
 
     def take_hyper_parameters(self) -> None:
@@ -303,7 +303,8 @@ class Frame:
     def loss_scale(self) -> LossScale:
         """Return what a ``GradScaler`` has set on the optimizer for this step."""
         owner = self.owner()
-        return LossScale(None, None) if owner is None else LossScale.of(owner)
+        told = () if owner is None else vars(owner)
+        return LossScale.of(owner) if "grad_scale" in told or "found_inf" in told else NO_SCALE
 
     @property
     def tag_of_shards(self) -> int:

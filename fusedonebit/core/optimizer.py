@@ -17,6 +17,7 @@ from .arguments import check_keys, settling
 from .first_contact import NO_GRADIENT, NOTHING_TRAINS, FirstSteps, introduce, speaks
 from .frame import Frame
 from .given import first_device, first_mesh, materialise, materialise_group
+from .header import KEY
 from .hyper_parameters import HyperParameters
 from .interrupts import SignalsWait
 from .options import check_group, numbers
@@ -24,7 +25,6 @@ from .scaling import SCALER_ATTRIBUTES
 from .settings import NUMERICS, WIRE, Params, Ranks
 from .sharding import group_of, model_ranks
 from .state import growing, loading, saving
-from .state.header import KEY
 from .under_ddp import warn_of_averages
 from .world import World
 
@@ -168,7 +168,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def take_hyper_parameters(self) -> None:
         """Take the groups' hyper-parameters, where they were changed, for the steps that follow."""
-        self._keep_rates()
+        if self.frame.options.capturable:
+            self._keep_rates()
         self.frame.hyper.take(self.param_groups, self.check_group)
 
     def _keep_rates(self) -> None:
@@ -262,7 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         steps.captured = captured = self._captured()
         if not captured:
             steps.outcomes.absorb_replays()
-        self.begin_step(captured)
+        self._begin(captured)
         traffic, noticed = frame.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
         steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
         steps.number = self._take_number(given, params is not None, captured)
@@ -286,7 +287,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with plist.standing_in(plist.params if params is None else params):
             coef = self._ready()
             steps.go_on()
-            flags = self._exchange(grads, coef, error is not None, captured)
+            steps.outcomes.attempts += not captured
+            with steps.breaking(begun=not captured):
+                flags = algorithm.exchange(grads, coef, error is not None)
+                plist.after_update()
         self._advance(flags)
         error = algorithm.error_due(error)
         # What replays count comes to the host when one asks.
@@ -329,12 +333,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         return True
 
-    def begin_step(self, captured: bool = False) -> None:
-        """Enter the stage of the coming step, once; DDP's hook may come before ``step``."""
+    def begin_step(self) -> None:
+        """Enter the stage of the coming step, once, before ``step`` does: as DDP's hook."""
+        with SignalsWait():
+            self._begin(captured=False)
+
+    def _begin(self, captured: bool) -> None:
         steps, ranks = self.frame.steps, self.frame.ranks
         if steps.begun:
             return
-        with SignalsWait(), steps.breaking():
+        with steps.breaking():
             if not captured and self.just_loaded:
                 # Within a round each rank has parameters of its own, and will take those of the round's beginning, on
                 # which all have agreed while they loaded.
@@ -357,15 +365,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         frame.parameters.before_update()
         return coef
 
-    def _exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool, captured: bool) -> Tensor:
-        """Exchange with the other ranks and update; return the step's flags, int32 [1]."""
-        steps = self.frame.steps
-        steps.outcomes.attempts += not captured
-        with steps.breaking(begun=not captured):
-            flags = self.algorithm.exchange(grads, coef, abort)
-            self.frame.parameters.after_update()
-            return flags
-
     def _advance(self, flags: Tensor) -> None:
         """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
         coefficients = self.frame.coefficients
@@ -385,7 +384,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         copies.unpickle(self, content)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
-        return copies.deep_copy(self, memo)
+        copied: DistributedOptimizer = copies.deep_copy(self, memo)
+        return copied
 
     def __copy__(self) -> NoReturn:
         raise TypeError(

@@ -202,6 +202,7 @@ class CoefficientTable:
         self.variance_betas: list[float] | None = None
         self.memory: float | None = None  # steps, the most that a variance remembers
         self._uploaded: tuple[Any, ...] = ()
+        self._given: tuple[Any, ...] = ()  # of what that was made, where it is of numbers alone
         self._rows = torch.empty(0)
         self._table = torch.empty(len(group_of), len(Coef), device=device)
         self._made: Made | None = None
@@ -212,7 +213,7 @@ class CoefficientTable:
         self.tag = 0
 
     def __call__(self, groups: Sequence[dict[str, Any]], made: Made) -> Tensor:
-        """Return the table for the update that follows; ``groups`` are ``param_groups``."""
+        """Return the table for the update that follows; ``groups``, as ``HyperParameters.taken``, nobody fills."""
         rates, others = self._upload(groups, made.renews)
         changed = others or ((rates or self._stale) and not self.renews)
         if changed or self._made is None or not made.same(self._made) or made.versions() != self._versions:
@@ -308,6 +309,10 @@ class CoefficientTable:
     def _upload(self, groups: Sequence[dict[str, Any]], renews: bool) -> tuple[bool, bool]:
         """Bring the groups' rows up to date; return whether learning rates may have changed, and anything else."""
         betas = None if renews else self.variance_betas
+        given = *groups, betas, self.memory
+        if len(given) == len(self._given) and all(map(operator.is_, given, self._given)):
+            return False, False
+        self._given = ()
         values = [
             (
                 self._host_value(group["lr"]),
@@ -340,6 +345,8 @@ class CoefficientTable:
             self.tag = zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
         if self.lr is not None:  # what lies there somebody may have written, or a CUDA graph
             return True, others
+        if not any(isinstance(group["lr"], Tensor) for group in groups):  # who changes numbers gives other groups
+            self._given = given
         for index, group in enumerate(groups):
             if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
                 self._rows[index, Coef.LR] = group["lr"].to(self.device, non_blocking=True).reshape(())

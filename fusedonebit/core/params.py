@@ -240,12 +240,12 @@ class ParameterList:
 
     def _as_before(self) -> bool:
         """Return whether all parameters lie where they did, and the same ones train."""
-        return (
-            self.mesh is None
-            and self._alike()
-            and list(map(Tensor.data_ptr, self.owners)) == self._pointers
-            and not any(map(_REQUIRES_GRAD, self.frozen))
-        )
+        if self.mesh is not None:
+            return False
+        with torch.enable_grad():  # else a pattern leaves out whether they require any
+            if not self._of_owners.fits(self.owners):
+                return False
+        return list(map(Tensor.data_ptr, self.owners)) == self._pointers and not any(map(_REQUIRES_GRAD, self.frozen))
 
     def _check_unchanged(self) -> None:
         if self._as_before():
@@ -277,11 +277,6 @@ class ParameterList:
         if self.mesh is None:
             with torch.enable_grad():
                 self._of_owners.take(self.owners)
-
-    def _alike(self) -> bool:
-        """Return whether all parameters are as they were found usable, and require gradients where they did."""
-        with torch.enable_grad():  # else a pattern leaves out whether they do
-            return self._of_owners.fits(self.owners)
 
     def _current(self, i: int, owner: Tensor) -> Tensor:
         """Return what this rank holds of parameter ``i`` now; a DTensor may have been given another shard."""
@@ -399,7 +394,7 @@ class ParameterList:
         for i in self._loaded:
             self._correction_of(i).copy_(self._lacking(i))
         self._loaded.clear()
-        if self._seen == self._versions():
+        if not self.masters or self._seen == self._versions():
             return
         for i in self.masters:
             self.dense[i].copy_(self._refreshed(i))

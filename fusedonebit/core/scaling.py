@@ -37,6 +37,10 @@ class LossScale(NamedTuple):
         return None if self.scale is None else self.scale.reciprocal()
 
 
+NO_SCALE = LossScale(None, None)
+"""Where no ``GradScaler`` has a part in a step."""
+
+
 def overflow_flags(ranks: Tensor, world_size: int) -> Tensor:
     """Return the flags of a step on which ``ranks`` [] of all ranks have found an inf: int32 [1]."""
     local = (ranks > 0) & (ranks < world_size)
@@ -183,8 +187,6 @@ class Scaling:
             digest: int64 [n], to the first of which the sum that all have received is added, for them to compare.
         """
         scale, found_inf = loss_scale
-        if scale is None and found_inf is None and max_grad_norm is None:
-            return Agreed(coef)
         if self._room is None:
             self._room = Room.of(self._layout, coef)
         room = self._room

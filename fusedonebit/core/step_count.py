@@ -60,7 +60,8 @@ class StepCount:
         first, known = _first(owners), self._all
         looks = compiled or is_dtensor(first)  # what is given of a DTensor is another object in each step
         self._all = _signature(_gradients(owners) if looks else given)
-        fresh = first is not None and not self._is_known(first)
+        mark = _mark(first)
+        fresh = first is not None and not self._is_known(mark)
         repeats = self._consumed and not (self._unsure or first is None or fresh) and known == self._all
         # One write since then, and by a backward pass: whoever clears gradients in place has written twice.
         known_grad, version = (self._known if self._consumed and not looks else None) or (lambda: None, 0)
@@ -68,7 +69,7 @@ class StepCount:
         self._before = self.total
         # Who clears what is bad and takes part with nothing has skipped none.
         self.total += (not repeats) + (self._dropped and fresh)
-        self._known, self._consumed, self._dropped = _mark(first), True, False
+        self._known, self._consumed, self._dropped = mark, True, False
         self._unsure = compiled and not _same_memory(owners, given)
         self._tell_device(self.total)
         return repeats
@@ -81,7 +82,7 @@ class StepCount:
     def clear(self, owners: Sequence[Tensor]) -> None:
         """Note that gradients are about to be thrown away; several times between two steps count once."""
         grad = _first(owners)
-        if grad is not None and not self._unsure and not self._is_known(grad):
+        if grad is not None and not self._unsure and not self._is_known(_mark(grad)):
             self._dropped = True
 
     def cleared(self, owners: Sequence[Tensor]) -> None:
@@ -132,11 +133,10 @@ class StepCount:
         """Leave out weak references, which can't be copied: of a copy's gradients nothing is known."""
         return vars(self) | {"_known": None, "_unsure": True}
 
-    def _is_known(self, grad: Tensor | None) -> bool:
-        if grad is None or self._known is None:
+    def _is_known(self, mark: _Mark | None) -> bool:
+        if mark is None or self._known is None:
             return False
-        known, version = self._known
-        return known() is grad and local(grad)._version == version
+        return self._known[0]() is mark[0]() and self._known[1] == mark[1]
 
 
 def as_word(number: int) -> int:

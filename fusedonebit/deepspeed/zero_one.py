@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..comm import Told
 from ..core.frame import Frame
+from ..core.header import FLAG, Field, Fields
 from ..core.scaling import Agreed
-from ..core.state.header import FLAG, Field, Fields
 from ..optim.zero_one import LocalAdam, ZeroOneAdam
 from ..optim.zero_one_state import DECAY, STEP_SIZE
 from ..triton_kernels import LARGEST_GRADIENT, Coef

@@ -12,7 +12,7 @@ from ..comm import Told
 from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
-from ..core.state.spec import StateSpec
+from ..core.spec import StateSpec
 from .adam_update import AdamUpdate
 from .narrow_state import OCTAVES
 from .onebit_options import Variance

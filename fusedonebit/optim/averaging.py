@@ -19,7 +19,7 @@ from ..core.algorithm import Algorithm
 from ..core.averages import Averages, ElementFlags
 from ..core.frame import Frame
 from ..core.handshake import Handshake
-from ..core.state.spec import Specs, StateSpec
+from ..core.spec import Specs, StateSpec
 from ..errors import OutOfStepError
 from ..triton_kernels.scaling import SQUARES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import ModelGroup, ShardGroup
-from ..core.state.header import AMOUNT, COUNT, FLAG, INT, list_of
+from ..core.header import AMOUNT, COUNT, FLAG, INT, list_of
 from ..core.telemetry import HostMirror
 from ..triton_kernels import Coef, exponents, live_variance, rules
 from ..triton_kernels.nouns import Places

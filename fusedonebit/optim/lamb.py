@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Params, Ranks, Wire
-from ..core.state.spec import Specs, StateSpec
+from ..core.spec import Specs, StateSpec
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
 from .averaging import Averaging
 from .narrow_state import NarrowState

@@ -15,7 +15,7 @@ from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
-from ..core.state.spec import Specs, StateSpec
+from ..core.spec import Specs, StateSpec
 from ..triton_kernels import lion_compress
 
 

@@ -106,7 +106,7 @@ class LivingVariance:
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
         self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
         self._eases_after = self._replays = 0
-        self._eases = algorithm.options.scale_norm == "relaxed"
+        self._eases, self._eased = algorithm.options.scale_norm == "relaxed", True  # as the reducer is made
         self.steps = self.age = self.since = self.renewals = 0
         self.due = self._told = self._renewed = False
 
@@ -114,8 +114,10 @@ class LivingVariance:
 
     def begin_step(self, algorithm: Owner) -> None:
         """Renew v if the last step shared squares, and decide whether this step does; the same on all ranks."""
-        self.settle(algorithm)
-        self._count_replays(algorithm.frame.steps.count.replays)
+        if self._told:
+            self.settle(algorithm)
+        if (replays := algorithm.frame.steps.count.replays) != self._replays:
+            self._count_replays(replays)
         asked = False
         for word in self._mirror.push(self._word(algorithm)):
             asked |= word == STIRS
@@ -123,12 +125,9 @@ class LivingVariance:
                 self.age, self._known = 0, word
         self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
-        self._ease(algorithm)
-        self.due = asked or self._is_time
-
-    @property
-    def _is_time(self) -> bool:
-        return self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
+        if self._eases and self._eased is not (self.steps > self._eases_after):
+            self._ease(algorithm)
+        self.due = asked or self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
 
     def _count_replays(self, replays: int) -> None:
         """Count the steps that CUDA graphs have replayed since the last call; warn if they were too many."""
@@ -161,9 +160,10 @@ class LivingVariance:
         return frame.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
 
     def _ease(self, algorithm: Owner) -> None:
-        """Choose the ``scale_norm`` of this step; the same on all ranks."""
+        """Choose the ``scale_norm`` of this step, and of those that follow; the same on all ranks."""
         if self._eases:
-            algorithm.reducer.set_norm("contractive" if self.steps <= self._eases_after else "relaxed")
+            self._eased = self.steps > self._eases_after
+            algorithm.reducer.set_norm("relaxed" if self._eased else "contractive")
 
     def state_dict(self) -> list[int]:
         """Return plain values to resume from; waits for the device."""
@@ -181,7 +181,7 @@ class LivingVariance:
         self.mean_sq.copy_(self.levels[MEAN])
         self._count(algorithm)
         self._ease(algorithm)  # what a step that has begun already has decided
-        self.due = self._is_time
+        self.due = self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
 
     # ---------------------------------------------------------------- what
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from ..comm import NodePart, Part, Transport
 from ..comm.rounds import RoundAllReduce
 from ..core.frame import Frame
+from ..core.header import COUNT, INT, INT32, POSITIVE, Field, Fields
 from ..core.options import is_int
 from ..core.settings import Options
-from ..core.state.header import COUNT, INT, INT32, POSITIVE, Field, Fields
-from ..core.state.spec import Specs, StateSpec
+from ..core.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, FlatLayout
 from ..triton_kernels.headers import folded
 from ..triton_kernels.nouns import Places

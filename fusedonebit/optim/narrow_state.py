@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..core.state.spec import StateSpec
+from ..core.spec import StateSpec
 from ..triton_kernels.codes import in_float32, keep_nearest
 from ..triton_kernels.nouns import Moments
 from .averaging import Averaging

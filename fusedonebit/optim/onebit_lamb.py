@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm import Told
 from ..comm.absent import Kept, absence
 from ..core.frame import Frame
+from ..core.header import FLAG, Field
 from ..core.optimizer import DistributedOptimizer
 from ..core.scaling import Agreed
 from ..core.settings import (
@@ -31,8 +32,7 @@ from ..core.settings import (
     Wire,
     names_of,
 )
-from ..core.state.header import FLAG, Field
-from ..core.state.spec import Specs, StateSpec
+from ..core.spec import Specs, StateSpec
 from ..errors import warn
 from ..triton_kernels import Coef, Layer, lamb_follow, lamb_ratio, lamb_rescale, live_variance, param_squares, rules
 from ..triton_kernels.nouns import Divisor, Ratios, Signs

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..comm import Told
 from ..core.compressing import Compressing
 from ..core.frame import Frame
+from ..core.header import COUNT, INT, Field, Fields, list_of
 from ..core.scaling import Agreed
 from ..core.settings import Options
-from ..core.state.header import COUNT, INT, Field, Fields, list_of
 from ..core.telemetry import upload
 
 

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from ..core.compressing import Feedback
 from ..core.frame import Frame
-from ..core.options import Made
-from ..core.overlap import make_reducer
-from ..core.settings import Freeze, Options
-from ..core.state.header import (
+from ..core.header import (
     AMOUNT,
     COMPRESSED,
     COUNT,
@@ -25,7 +22,10 @@ from ..core.state.header import (
     list_of,
     or_none,
 )
-from ..core.state.spec import Specs, StateSpec
+from ..core.options import Made
+from ..core.overlap import make_reducer
+from ..core.settings import Freeze, Options
+from ..core.spec import Specs, StateSpec
 from ..triton_kernels import Coef, update_sums
 from ..triton_kernels.renewal import LEVELS
 from .averaging import DTYPE, Averaging

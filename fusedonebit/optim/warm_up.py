@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.state.header import check_each, each, one_or_each
+from ..core.header import check_each, each, one_or_each
 from .freezing import AutoFreeze
 from .onebit_options import OneBitOptions
 

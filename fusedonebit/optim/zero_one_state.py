@@ -13,9 +13,7 @@ from torch import Tensor
 from ..comm import CompressedAllReduce, make_all_reduce
 from ..core.compressing import Feedback
 from ..core.frame import Frame
-from ..core.options import Made, check_choice, stated
-from ..core.settings import NUMERICS, Options
-from ..core.state.header import (
+from ..core.header import (
     AMOUNT,
     AMOUNT_OF_EACH,
     COMPRESSED,
@@ -32,7 +30,9 @@ from ..core.state.header import (
     one_or_each,
     or_none,
 )
-from ..core.state.spec import Specs, StateSpec
+from ..core.options import Made, check_choice, stated
+from ..core.settings import NUMERICS, Options
+from ..core.spec import Specs, StateSpec
 from ..triton_kernels import TAIL, Coef, rebuild_momentum
 from ..triton_kernels.headers import Word
 from ..triton_kernels.levels import LEVELS

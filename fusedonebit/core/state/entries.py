@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...triton_kernels import FlatLayout
 from ..algorithm import Algorithm
+from ..header import is_compressed
 from ..sharding import local
-from .header import is_compressed
-from .spec import StateSpec
+from ..spec import StateSpec
 
 VALUES = ("element", "part", "chunk")
 """What has numbers that may be kept in codes."""

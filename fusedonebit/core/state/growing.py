@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..algorithm import Algorithm
 from ..consensus import failure
-
-if TYPE_CHECKING:
-    from ..optimizer import DistributedOptimizer
+from .owner import Owner
 
 
 def publish(state: Any, algorithm: Algorithm, before: Collection[str]) -> set[str]:
@@ -46,7 +44,7 @@ class _Kept:
         optimizer: Whose state it is.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
+    def __init__(self, optimizer: Owner) -> None:
         algorithm, plist, published = optimizer.algorithm, optimizer.frame.parameters, optimizer.published
         self.others = algorithm.carried()
         plist.refresh_masters()
@@ -59,7 +57,7 @@ class _Kept:
         self._columns = {id(p): [s.tensor(algorithm)[..., i] for s in self._tables] for i, p in enumerate(plist.owners)}
         self._masters = {id(plist.owners[i]): plist.master(i) for i in plist.corrected}
 
-    def put_back(self, optimizer: DistributedOptimizer) -> None:
+    def put_back(self, optimizer: Owner) -> None:
         """Fill the state of an optimizer that was laid out anew."""
         algorithm, plist = optimizer.algorithm, optimizer.frame.parameters
         for i, p in enumerate(plist.owners):
@@ -74,7 +72,7 @@ class _Kept:
                 optimizer.state[p][key].copy_(value)
 
 
-def grow(optimizer: DistributedOptimizer, add: Callable[[], None]) -> None:
+def grow(optimizer: Owner, add: Callable[[], None]) -> None:
     """Add a group, on all ranks or on none; what is kept of the parameters that were there before stays."""
     frame, kept = optimizer.frame, _Kept(optimizer)
     plist, groups = frame.parameters, list(optimizer.param_groups)

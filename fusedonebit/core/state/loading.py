@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ...comm import CollectiveError
 from ...comm.agreement import Fact
 from ...errors import warn
 from ..consensus import failure
+from ..header import BASE, KEY, check_each, damaged, is_compressed
 from ..options import OF_GROUPS, numbers
 from ..sharding import local
 from . import entries, integrity
-from .header import BASE, KEY, check_each, damaged, is_compressed
+from .owner import Owner
 from .saving import FORMAT, State, by_parameter, call_hooks, header_of, masks, numerics
-
-if TYPE_CHECKING:
-    from ..optimizer import DistributedOptimizer
 
 ADAMW = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
-def load(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def load(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     """Load a checkpoint; every rank calls it, and hooks run before and after.
 
     A hook that raises on one rank is an error on all: none goes on as if it had loaded what that one has not.
@@ -59,13 +56,13 @@ def load(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None
     frame.ranks.agree([], [], error, "load_state_dict() did not end well there: load on all ranks anew")
 
 
-def take_state(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def take_state(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     """Fill a new optimizer, laid out as the one that was saved, without asking the other ranks."""
     header, states, _ = _examined(optimizer, state_dict)
     _restore(optimizer, state_dict, header, states)
 
 
-def check_header(optimizer: DistributedOptimizer, header: State) -> None:
+def check_header(optimizer: Owner, header: State) -> None:
     """Raise ValueError if this optimizer can't go on from a checkpoint with this header."""
     frame = optimizer.frame
     if header.get("format", FORMAT) != FORMAT:
@@ -103,7 +100,7 @@ def check_header(optimizer: DistributedOptimizer, header: State) -> None:
 # ---------------------------------------------------------------- checks
 
 
-def _check_fields(optimizer: DistributedOptimizer, header: State) -> None:
+def _check_fields(optimizer: Owner, header: State) -> None:
     """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
     must, own = ["phase", "updates", "skipped"], optimizer.frame.wrote(header)  # then all must be there that it reads
     if own and (is_compressed(header) or not any(optimizer.algorithm.phases.values())):
@@ -116,7 +113,7 @@ def _check_fields(optimizer: DistributedOptimizer, header: State) -> None:
         _check_own(optimizer, header)
 
 
-def _check_own(optimizer: DistributedOptimizer, header: State) -> None:
+def _check_own(optimizer: Owner, header: State) -> None:
     if header.get("trained") and "step" not in header.get("names", ["step"]):
         damaged("names", "have step", header["names"])
     tensors, groups = len(optimizer.frame.parameters), len(optimizer.param_groups)
@@ -135,12 +132,15 @@ def _check_own(optimizer: DistributedOptimizer, header: State) -> None:
         damaged("phase", f"be one of {', '.join(phases)}", got)
 
 
-def _verified_before_hooks(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]) -> bool:
+def _verified_before_hooks(optimizer: Owner, state_dict: Mapping[str, Any]) -> bool:
     """Return whether tensors are as they were saved, where hooks are about to change them on purpose.
 
     What only a hook makes a checkpoint of ours is looked at after it.
     """
-    if not optimizer._optimizer_load_state_dict_pre_hooks or not {"state", "param_groups"} <= state_dict.keys():
+    if (
+        not vars(optimizer)["_optimizer_load_state_dict_pre_hooks"]
+        or not {"state", "param_groups"} <= state_dict.keys()
+    ):
         return False
     header = header_of(state_dict)
     if header is None or integrity.CHECKSUMS not in header:
@@ -158,7 +158,7 @@ def _verified_before_hooks(optimizer: DistributedOptimizer, state_dict: Mapping[
 
 
 def _examined(
-    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], verified: bool = False
+    optimizer: Owner, state_dict: Mapping[str, Any], verified: bool = False
 ) -> tuple[State, Sequence[State], list[Fact]]:
     """Return the header, each parameter's state, and what must be equal on all ranks; raise for bad ones."""
     told: State | None = None
@@ -179,7 +179,7 @@ def _examined(
         ) from caught
 
 
-def _why_lacking(optimizer: DistributedOptimizer, header: State | None, states: Sequence[State]) -> str:
+def _why_lacking(optimizer: Owner, header: State | None, states: Sequence[State]) -> str:
     frame = optimizer.frame
     name = frame.name
     if header is None:
@@ -198,7 +198,7 @@ def _why_lacking(optimizer: DistributedOptimizer, header: State | None, states: 
     )
 
 
-def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequence[State], verified: bool) -> State:
+def _check(optimizer: Owner, header: State | None, states: Sequence[State], verified: bool) -> State:
     """Return the header, made up for a checkpoint of AdamW. Sum tensors up unless that was done."""
     frame = optimizer.frame
     if header is None:
@@ -227,7 +227,7 @@ def _check(optimizer: DistributedOptimizer, header: State | None, states: Sequen
     return header
 
 
-def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], of_adamw: bool) -> None:
+def _check_groups(optimizer: Owner, state_dict: Mapping[str, Any], of_adamw: bool) -> None:
     saved, own = state_dict["param_groups"], optimizer.param_groups
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
         raise ValueError(
@@ -248,7 +248,7 @@ def _check_groups(optimizer: DistributedOptimizer, state_dict: Mapping[str, Any]
             raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
 
 
-def _merged_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _merged_groups(optimizer: Owner, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
     foreign = {*OF_GROUPS, KEY, "added_at"} - set(optimizer.frame.hyper.names)
     own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in optimizer.param_groups]
@@ -256,7 +256,7 @@ def _merged_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str,
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
 
 
-def _masked_otherwise(optimizer: DistributedOptimizer, header: State) -> list[str]:
+def _masked_otherwise(optimizer: Owner, header: State) -> list[str]:
     """Return the parameters of which a checkpoint had another mask; of shards nothing is known."""
     frame = optimizer.frame
     if frame.ranks.shards.count > 1:
@@ -265,7 +265,7 @@ def _masked_otherwise(optimizer: DistributedOptimizer, header: State) -> list[st
     return [name for i, name in enumerate(frame.parameters.names) if was.get(str(i)) != now.get(str(i))]
 
 
-def _warn_of_options(optimizer: DistributedOptimizer, header: State) -> None:
+def _warn_of_options(optimizer: Owner, header: State) -> None:
     here = numerics(optimizer.frame)
     for name, was in header["options"].items():
         now = here.get(name)
@@ -278,7 +278,7 @@ def _moment(header: State) -> list[Fact]:
     return [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
 
 
-def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: State) -> list[Fact]:
+def _facts(optimizer: Owner, states: Sequence[State], header: State) -> list[Fact]:
     facts, specs = _moment(header), entries.declared(optimizer.algorithm)
     own = {name for name, spec in specs.items() if entries.has_row_of_each(optimizer.algorithm, spec, header)}
     for state, name in zip(states, optimizer.frame.parameters.names, strict=True):
@@ -291,9 +291,7 @@ def _facts(optimizer: DistributedOptimizer, states: Sequence[State], header: Sta
 # ---------------------------------------------------------------- taking up
 
 
-def _take_up(
-    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], header: State, states: Sequence[State]
-) -> None:
+def _take_up(optimizer: Owner, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
     # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
     _take_groups(optimizer, _merged_groups(optimizer, state_dict["param_groups"]))
     optimizer.param_groups[0][KEY] = ""  # of groups, torch's unflattening takes up only what is there
@@ -303,7 +301,7 @@ def _take_up(
     _restore(optimizer, state_dict, header, states)
 
 
-def _take_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+def _take_groups(optimizer: Owner, saved: Sequence[Mapping[str, Any]]) -> None:
     """Replace ``param_groups`` by a copy of saved ones, but for their parameters."""
     groups = []
     for own, theirs in zip(optimizer.param_groups, saved, strict=True):
@@ -314,7 +312,7 @@ def _take_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, A
     optimizer.param_groups = optimizer.frame.groups = groups
 
 
-def _restore_others(optimizer: Optimizer, state_dict: Mapping[str, Any], known: Collection[str]) -> None:
+def _restore_others(optimizer: Owner, state_dict: Mapping[str, Any], known: Collection[str]) -> None:
     """Put into ``state`` what a checkpoint has of no parameter, and what of parameters is not ``known``."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -334,17 +332,13 @@ def _moved(value: Any, param: Tensor) -> Any:
     return value.to(param.device) if isinstance(value, Tensor) else deepcopy(value)
 
 
-def _restore(
-    optimizer: DistributedOptimizer, state_dict: Mapping[str, Any], header: State, states: Sequence[State]
-) -> None:
+def _restore(optimizer: Owner, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
     with torch.no_grad():
         _fill(optimizer, states, header, state_dict["param_groups"])
     _restore_others(optimizer, state_dict, header["names"])
 
 
-def _fill(
-    optimizer: DistributedOptimizer, states: Sequence[State], header: State, saved_groups: Sequence[Mapping[str, Any]]
-) -> None:
+def _fill(optimizer: Owner, states: Sequence[State], header: State, saved_groups: Sequence[Mapping[str, Any]]) -> None:
     frame = optimizer.frame
     frame.steps.outcomes.resume(header["updates"], header["skipped"])
     frame.steps.count.resume(header.get("steps", header["updates"] + header["skipped"]))
@@ -375,7 +369,7 @@ def _steps(state: State) -> float:
     return float(local(torch.as_tensor(state["step"]))) if "step" in state else 0.0
 
 
-def _forget_masked(optimizer: DistributedOptimizer) -> None:
+def _forget_masked(optimizer: Owner) -> None:
     """Clear the moments of what a mask keeps still now: sums over a whole buffer must not find them."""
     live = optimizer.frame.live.mask()
     for spec in optimizer.algorithm.specs(False):

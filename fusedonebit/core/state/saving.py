@@ -20,28 +20,25 @@ can be: copy or save them before the next step. Saving settles the deferred resi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ...comm import checksum
 from ..frame import Frame
+from ..header import KEY, is_compressed
 from ..options import stated
 from . import entries, integrity
-from .header import KEY, is_compressed
 from .integrity import read_header
-
-if TYPE_CHECKING:
-    from ..optimizer import DistributedOptimizer
+from .owner import Owner
 
 FORMAT = 2
 
 State = Mapping[str, Any]
 
 
-def call_hooks(optimizer: Optimizer, kind: str, *state_dict: Any) -> Any:
+def call_hooks(optimizer: Owner, kind: str, *state_dict: Any) -> Any:
     """Call the hooks of ``register_<kind>_hook``; return ``state_dict`` as they leave or return it.
 
     Torch packs, then calls hooks, then loads, each within one method. Here what is packed must be completed before a
@@ -53,7 +50,7 @@ def call_hooks(optimizer: Optimizer, kind: str, *state_dict: Any) -> Any:
     return state_dict[0] if state_dict else None
 
 
-def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def save(optimizer: Owner) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
     frame = optimizer.frame
     frame.steps.refuse_if_broken()
@@ -80,7 +77,7 @@ def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
     return packed
 
 
-def _packed(optimizer: Optimizer) -> dict[str, Any]:
+def _packed(optimizer: Owner) -> dict[str, Any]:
     """Return what ``torch.optim.Optimizer.state_dict`` does, but call no hooks: numbers stand for parameters."""
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
@@ -94,7 +91,7 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _seal(optimizer: DistributedOptimizer, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
+def _seal(optimizer: Owner, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
     """Write the header, with the checksums of what parameters have of the optimizer's own."""
     if optimizer.sums_up:
         summed = integrity.of_names(own, header["names"])
@@ -106,7 +103,7 @@ def _seal(optimizer: DistributedOptimizer, packed: Mapping[str, Any], header: St
     packed["param_groups"][0][KEY] = integrity.sealed(header)
 
 
-def seal_again(optimizer: DistributedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def seal_again(optimizer: Owner, saved: dict[str, Any]) -> dict[str, Any]:
     """Sum up what hooks have made of a ``state_dict``, unless that is none of ours any more."""
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         return saved
@@ -139,7 +136,7 @@ def by_parameter(frame: Frame, state_dict: Mapping[str, Any]) -> list[State]:
     return [state_dict["state"].get(names[index], {}) for index in frame.parameters.index_of]
 
 
-def template(optimizer: DistributedOptimizer, header: State | None) -> dict[str, Any]:
+def template(optimizer: Owner, header: State | None) -> dict[str, Any]:
     """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
     frame = optimizer.frame
     packed = _packed(optimizer)
@@ -164,13 +161,13 @@ def masks(frame: Frame) -> dict[str, int]:
     return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
 
 
-def _header(optimizer: DistributedOptimizer) -> dict[str, Any]:
+def _header(optimizer: Owner) -> dict[str, Any]:
     frame = optimizer.frame
     return {
         "format": FORMAT,
         "algorithm": frame.name,
         "trained": list(frame.parameters.index_of),
-        "phase": optimizer.phase,
+        "phase": optimizer.algorithm.phase,
         "lines": optimizer.algorithm.compressed and bool(frame.parameters.owners),
         "updates": frame.steps.outcomes.updates,
         "steps": frame.steps.count.total,

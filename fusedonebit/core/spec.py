@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...triton_kernels import FlatLayout
+from ..triton_kernels import FlatLayout
 
 Per = Literal["element", "tensor", "bit", "block", "part", "chunk", "rank"]
 """What a state has an entry for.

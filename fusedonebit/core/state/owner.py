@@ -1,0 +1,43 @@
+"""What handles an optimizer's state knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ..algorithm import Algorithm
+from ..frame import Frame
+from ..frame import Owner as Hooked
+
+
+class Owner(Hooked, Protocol):
+    """Is the optimizer; what is torch's of it, besides hooks, are ``state`` and ``param_groups``.
+
+    Attributes:
+        published: Names of entries of ``state`` that are ours.
+        expected_header: In a tuple, the header of a checkpoint that is about to be loaded, None of AdamW's.
+        just_loaded: Whether a checkpoint was loaded, and no step was taken since.
+        sums_up: Whether a checkpoint gets checksums of its tensors.
+    """
+
+    frame: Frame
+    algorithm: Algorithm
+    defaults: dict[str, Any]
+    state: Any
+    param_groups: list[dict[str, Any]]
+    published: set[str]
+    expected_header: tuple[Mapping[str, Any] | None] | None
+    just_loaded: bool
+    sums_up: bool
+
+    def build(self) -> None:
+        """Lay out the parameters and allocate all state."""
+
+    def set_up(self) -> None:
+        """Make all that follows from parameters, options and ranks."""
+
+    def publish_state(self) -> None:
+        """Put views of what is kept into ``state``."""
+
+    def check_group(self, group: dict[str, Any], name: str = "") -> None:
+        """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
