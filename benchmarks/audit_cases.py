@@ -76,6 +76,9 @@ WEIGHED = {"weights": "*fp32"}
 BLENDED = {"DEEPSPEED": True, "norms": "*fp64", "ratios_norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
 ADAM = LOCAL | V
+DECAYS = {"STEP_DECAYS": True}
+MOVES = {"STEP_MOVES": True}
+BEGINS = MOVES | {"step_anchor": "*fp32"}
 OWN_STEP = {"STEP_PRECONDITION": True, "STEP_MOVES": True}
 FOLLOWS = OWN_STEP | {"STEP_FOLLOWS": True}
 FIRST = {"anchor": "*fp32"}
@@ -236,7 +239,7 @@ CASES = {
     "local_update": Case("local_update", LOCAL, halves=1),
     "local_update, bf16": Case("local_update", LOCAL | BF16, halves=1),
     "local_update, Adam": Case("local_update", ADAM, halves=1),
-    "local_update, Adam, decays": Case("local_update", ADAM | {"DECAYS": True}, halves=1),
+    "local_update, Adam, decays": Case("local_update", ADAM | DECAYS, halves=1),
     "local_update, Adam, bf16": Case("local_update", ADAM | BF16, halves=1),
     "merge_signs": Case("merge_signs"),
     "close_round": Case(
@@ -346,14 +349,14 @@ VARIANTS = {
     "lamb_ratio, mixed": Case("lamb_ratio", MIXED | BLENDED),
     "lamb_rescale, DeepSpeed's": Case("lamb_rescale", BLENDED),
     "local_update, no momentum": Case("local_update", {}),
-    "local_update, decays": Case("local_update", LOCAL | {"DECAYS": True}),
-    "local_update, moves": Case("local_update", LOCAL | {"MOVES": True}),
-    "local_update, moves, first": Case("local_update", LOCAL | FIRST | {"MOVES": True}),
-    "local_update, mixed": Case("local_update", LOCAL | MIXED | {"DECAYS": True, "MOVES": True}),
-    "local_update, Adam, moves": Case("local_update", ADAM | {"DECAYS": True, "MOVES": True}),
-    "local_update, Adam, mixed": Case("local_update", ADAM | MIXED | {"DECAYS": True, "MOVES": True}),
-    "local_update, Adam, mixed, first": Case("local_update", ADAM | FIRST | MIXED | {"DECAYS": True, "MOVES": True}),
-    "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | {"DECAYS": True}),
+    "local_update, decays": Case("local_update", LOCAL | DECAYS),
+    "local_update, moves": Case("local_update", LOCAL | MOVES),
+    "local_update, moves, first": Case("local_update", LOCAL | BEGINS),
+    "local_update, mixed": Case("local_update", LOCAL | MIXED | DECAYS | MOVES),
+    "local_update, Adam, moves": Case("local_update", ADAM | DECAYS | MOVES),
+    "local_update, Adam, mixed": Case("local_update", ADAM | MIXED | DECAYS | MOVES),
+    "local_update, Adam, mixed, first": Case("local_update", ADAM | MIXED | DECAYS | BEGINS),
+    "local_update, Adam, unaligned": Case("local_update", ADAM | UNALIGNED | DECAYS),
     "local_update, small blocks": Case("local_update", LOCAL | {"BLOCK_SIZE": 128}),
     "close_parts, no guard": Case("close_parts", num_warps=1),
     "close_round, floats": Case("close_round", COUNTED | {"received_heads": "*u8"}, num_warps=1),

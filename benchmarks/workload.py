@@ -13,6 +13,7 @@ from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
 from fusedonebit.triton_kernels.finish import PIECE, Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
+from fusedonebit.triton_kernels.marsit import ChunkHeaders, Chunks, Compensation, LocalUpdate
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
 from fusedonebit.triton_kernels.nouns import (
     Arrived,
@@ -352,10 +353,10 @@ class Workload:
         layout, blocks, messages = self.layout, self.layout.n_blocks, self._messages(self.world_size)
         m, c = (torch.zeros(layout.numel, device=self.device) for _ in range(2))
         arguments = (
-            *(self.params, self.grads, self.places, 0, self.world_size, m, None, c),
-            *(self._scale(1e-6, blocks), self._scale(1.0, blocks), messages.bits, self.coef),
-            *(torch.ones(1, device=self.device), 1.0, self.skip, False, False),
-            *(None, messages.words, 0, 0, 0, self._sum()),
+            *(self.params, self.grads, self.places, Chunks(0, self.world_size), m, None),
+            *(Compensation(c, self._scale(1e-6, blocks), self._scale(1.0, blocks)), messages.bits, self.coef),
+            *(LocalUpdate(torch.ones(1, device=self.device), False), self.skip),
+            ChunkHeaders(messages.words, 0, 0, 0, self._sum()),
         )
         return partial(ops.local_update, *arguments)
 

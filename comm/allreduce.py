@@ -29,7 +29,7 @@ from ..triton_kernels import (
     renew,
     server_reduce,
 )
-from ..triton_kernels.codes import keep_nearest, rows_of
+from ..triton_kernels.codes import keep_nearest
 from ..triton_kernels.headers import Flag, Word
 from ..triton_kernels.nouns import Codes, Compensated, Divisor, Header, Places, Sent, Signs, Stored
 from ..triton_kernels.tables import tables_of
@@ -130,7 +130,8 @@ class CompressedAllReduce(Receiver):
         self.worker_residual, self.server_residual = compensated, residual
         self.worker_sq, self.octaves = worker_sq, octaves
         self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
-        _, self._of_v, self._of_squares = rows_of(octaves, 3)
+        of_state: Sequence[Tensor | None] = (None,) * 3 if octaves is None else octaves.unbind(0)
+        _, self._of_v, self._of_squares = of_state
         segments = layout.scale_segments(scale_scope)
         self.worker = ErrorFeedback(compensated, segments, norm, ternary, measures[0], octaves)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
 from ..triton_kernels.headers import Flag, Word, agreed_flags, unfolded, union
+from ..triton_kernels.marsit import ChunkHeaders, Chunks, Compensation, LocalUpdate
 from ..triton_kernels.nouns import Digest, Places
 from ..triton_kernels.rounds import Left, Received
 from ..triton_kernels.tables import tables_of
@@ -128,7 +129,7 @@ class RoundAllReduce(Reducer):
         coef[:, Coef.LR] = step
 
         def add(part: RoundAllReduce, chunks: slice) -> None:
-            part.add(tensors, tensors, chunks, coef, None, None, coef[0, :1], self._no_flags, False)
+            part.add(tensors, tensors, chunks, coef, None, None, LocalUpdate(coef[0, :1], False), self._no_flags)
 
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
         self.synchronise(add, Told(tag=tag, abort=abort or error is not None, goes=coef))
@@ -164,11 +165,8 @@ class RoundAllReduce(Reducer):
         coef: Tensor,
         exp_avg: Tensor | None,
         exp_avg_sq: Tensor | None,
-        factor: Tensor,
+        step: LocalUpdate,
         hold: Tensor,
-        decays: bool,
-        moves: bool = False,
-        anchor: Tensor | None = None,
     ) -> None:
         """Add this worker's update to ``compensated``, for some chunks: the op ``local_update``; of whole tensors."""
         here = self.part.elements
@@ -176,24 +174,15 @@ class RoundAllReduce(Reducer):
             self.part.pieces(params),
             self.part.gradients(grads),
             self.places,
-            chunks.start,
-            chunks.stop,
+            Chunks(chunks.start, chunks.stop),
             None if exp_avg is None else exp_avg[here],
             None if exp_avg_sq is None else exp_avg_sq[here],
-            self._own,
-            self._taken,
-            self._limit,
+            Compensation(self._own, self._taken, self._limit),
             self.messages.bits,
             coef,
-            factor,
-            self._share,
+            step._replace(share=self._share),
             hold,
-            decays,
-            moves,
-            anchor,
-            self._headers(moves),
-            *self._header,
-            self.digest,
+            ChunkHeaders(self._headers(step.moves), *self._header, self.digest),
         )
 
     def _headers(self, moves: bool) -> Tensor:

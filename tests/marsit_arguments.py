@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
+from fusedonebit.triton_kernels.marsit import ChunkHeaders, Chunks, Compensation, LocalUpdate
 from fusedonebit.triton_kernels.nouns import Digest
 from fusedonebit.triton_kernels.rounds import Left, Received
 
@@ -49,11 +50,11 @@ def local_arguments(
     anchor = torch.full((p.layout.numel,), torch.nan) if moves and begins else None
     return arguments_of(
         "local_update",
-        *(p.params, p.grads, p.places, first, last),
-        *(exp_avg if kind != "plain" else None, exp_avg_sq if kind == "adam" else None, p.compensated),
-        *(p.worker_scale, torch.full((blocks,), limit), messages.bits, p.coef),
-        *(torch.tensor([1.25]), share, torch.tensor([hold], dtype=torch.int32)),
-        *(decays, moves, anchor, messages.words, *HEADER),
+        *(p.params, p.grads, p.places, Chunks(first, last)),
+        *(exp_avg if kind != "plain" else None, exp_avg_sq if kind == "adam" else None),
+        *(Compensation(p.compensated, p.worker_scale, torch.full((blocks,), limit)), messages.bits, p.coef),
+        LocalUpdate(torch.tensor([1.25]), decays, moves, anchor, share),
+        *(torch.tensor([hold], dtype=torch.int32), ChunkHeaders(messages.words, *HEADER)),
     )
 
 

@@ -108,7 +108,7 @@ def test_lamb_ratio_of_momentum_in_units_of_one_over_denom_is_that_of_the_moment
         if preconditioned:
             arguments.exp_avg.scale.div_(2.0), arguments.last.scale.div_(2.0)
         ops.lamb_ratio(*arguments)
-        outcomes.append([arguments.fresh, *arguments[-2:]])
+        outcomes.append([arguments.fresh, *arguments.ratios])
     assert equal_copies(*outcomes)
 
 
@@ -137,7 +137,7 @@ def test_what_does_not_count_enters_no_ratio_and_no_norm(junk):
                 p.params[0][0] = p.params[2][5] = value
                 arguments.exp_avg_sq.numbers[~p.live_mask] = arguments.fresh[~p.live_mask] = value
                 ops.lamb_ratio(*arguments)
-                outcomes.append([arguments.fresh, *arguments[-2:]])
+                outcomes.append([arguments.fresh, *arguments.ratios])
             assert equal_copies(*outcomes)
 
 

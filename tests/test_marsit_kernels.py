@@ -70,7 +70,7 @@ def test_local_update_of_bad_gradients_equals_eager_and_tells_the_chunk(kind, dt
         with using("triton"):
             triton_kernels.local_update(*arguments)
         found = 0 if hold else NONFINITE
-        assert arguments.words[:, Word.FLAGS].tolist() == [found | Flag.ABORT, *[Flag.ABORT] * 2]
+        assert arguments.header.words[:, Word.FLAGS].tolist() == [found | Flag.ABORT, *[Flag.ABORT] * 2]
 
 
 @pytest.mark.long(but=1)
@@ -80,9 +80,9 @@ def test_held_or_bad_elements_only_lose_what_the_last_round_has_taken_and_keep_t
     p.grads[0][::3] = torch.nan
     for hold in (0, 1):
         arguments = local_arguments(p, kind, hold=hold)
-        kept = (arguments.exp_avg, arguments.exp_avg_sq, arguments.compensated)
+        kept = (arguments.exp_avg, arguments.exp_avg_sq, arguments.compensated.numbers)
         before = [None if t is None else t.clone() for t in kept]
-        bits, scale = arguments.bits.clone(), arguments.scale.clone()
+        bits, scale = arguments.bits.clone(), arguments.compensated.scale.clone()
         with using("triton"):
             triton_kernels.local_update(*arguments)
         still = torch.arange(1000) % 3 == 0 if hold == 0 else torch.ones(1000, dtype=torch.bool)
@@ -90,7 +90,7 @@ def test_held_or_bad_elements_only_lose_what_the_last_round_has_taken_and_keep_t
             assert old is None or torch.equal(old[:1000][still], new[:1000][still])
         signs = torch.where((bits[0][:, None] >> torch.arange(8)) & 1 > 0, 1.0, -1.0).view(-1)
         kept = before[2] - signs * scale.repeat_interleave(128)
-        assert torch.equal(arguments.compensated[:1000][still], kept[:1000][still])
+        assert torch.equal(arguments.compensated.numbers[:1000][still], kept[:1000][still])
 
 
 @pytest.mark.long(but=1)
@@ -105,7 +105,7 @@ def test_local_update_of_some_chunks_equals_eager_and_leaves_the_others(kind):
             assert_equal_backends("local_update", make)
         before, after = make(), make()
         triton_kernels.local_update(*after)
-        changed = (before.compensated != after.compensated).view(4, -1).any(1)
+        changed = (before.compensated.numbers != after.compensated.numbers).view(4, -1).any(1)
         assert changed.tolist() == [first <= chunk < last for chunk in range(4)]
 
 
@@ -116,14 +116,14 @@ def test_local_update_writes_the_headers_of_its_chunks_unless_it_moves(moves, sh
         p = problem((300, 0, 5, 2048, 129), 4, 128)
         p.grads[3][:] = torch.nan
         arguments = local_arguments(p, moves=moves, chunks=slice(1, 4), share=0.25)
-        arguments.words[:, Word.SIGNAL] = 7
-        return arguments._replace(words=arguments.words[:1].expand(4, -1)) if shared else arguments
+        arguments.header.words[:, Word.SIGNAL] = 7
+        return arguments._replace(header_words=arguments.header.words[:1].expand(4, -1)) if shared else arguments
 
     assert_equal_backends("local_update", make)
     before, arguments = make(), make()
     triton_kernels.local_update(*arguments)
-    words, number, tag, told, digest = arguments[-5:]
-    expected = before.words.clone()
+    words, number, tag, told, digest = arguments.header
+    expected = before.header.words.clone()
     if not moves:
         expected[slice(0 if shared else 1, None), [Word.STEP, Word.DIGEST, Word.TAG, Word.SIGNAL]] = torch.tensor(
             [number, int(folded(digest)), tag, 0], dtype=torch.int32
@@ -133,10 +133,10 @@ def test_local_update_writes_the_headers_of_its_chunks_unless_it_moves(moves, sh
     sent = torch.tensor([shared, True, True, True]) * told * (not moves)
     expected[:, Word.FLAGS] = (bad | sent).int()
     assert torch.equal(words, expected)
-    blocks = len(arguments.scale) // 4
-    assert not arguments.scale[blocks:].any()
-    assert arguments.limit[blocks:].isinf().all()
-    assert torch.equal(arguments.scale[:blocks], before.scale[:blocks])
+    blocks = len(arguments.compensated.scale) // 4
+    assert not arguments.compensated.scale[blocks:].any()
+    assert arguments.compensated.limit[blocks:].isinf().all()
+    assert torch.equal(arguments.compensated.scale[:blocks], before.compensated.scale[:blocks])
 
 
 def test_mixed_dtypes_empty_gradients_and_unaligned_parameters_equal_eager():
@@ -168,12 +168,12 @@ def test_what_does_not_count_has_no_compensation_does_not_move_and_may_have_bad_
             triton_kernels.local_update(*arguments)
         assert not p.compensated[~p.live_mask].any()
         assert torch.equal(p.params[0][~mask], before[0][~mask])
-        assert not (arguments.words[:, Word.FLAGS] & NONFINITE).any()
+        assert not (arguments.header.words[:, Word.FLAGS] & NONFINITE).any()
         assert all(t is None or t.isfinite().all() for t in (arguments.exp_avg, arguments.exp_avg_sq))
     if moves:
         for i in range(len(before)):
             start = p.layout.offset(i)
-            assert torch.equal(arguments.anchor[start : start + len(before[i])], now[i])
+            assert torch.equal(arguments.step.anchor[start : start + len(before[i])], now[i])
     assert p.compensated[p.live_mask].all()
     assert (not torch.equal(p.params[0], before[0])) == moves
 

@@ -6,8 +6,6 @@ bit, they are 16. What is smaller is 0, or the least code there is: nothing is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, int32
 from torch import float32 as fp32
 
@@ -62,11 +60,6 @@ def keep_nearest(x: Tensor, kept: Tensor, exponents: Tensor | None, *, signed: b
         kept.copy_(x)
     else:
         encode(x.view(blocks, -1), kept.view(blocks, -1), exponents, signed=signed, nonzero=not signed)
-
-
-def rows_of(exponents: Tensor | None, count: int) -> Sequence[Tensor | None]:
-    """Cuts exponents, uint8 [count, B], into those of each thing that is kept in codes; None where nothing is."""
-    return (None,) * count if exponents is None else exponents.unbind(0)
 
 
 def decode(codes: Tensor, exponents: Tensor, *, signed: bool = False) -> Tensor:

@@ -198,7 +198,7 @@ def lamb_move(
 ) -> None:  # fmt: skip
     """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
 
-    Arguments as for ``lamb_update`` and as for ``apply_momentum``; ``params`` are written, nothing else.
+    Other arguments as for ``lamb_update`` and as for ``apply_momentum``; ``moments`` are read, ``params`` written.
     """
     if skip:
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,36 +12,89 @@ from . import headers, rules
 from . import user_tensors as users
 from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .nouns import Bits, Counters, Flag, Floats, Headers, PerBlock, PerElement, Places, Tensors
+from .nouns import Bits, Counters, Derived, Flag, Floats, Headers, PerBlock, PerElement, Places, Tensors, stride
 from .op import op
 from .rules import ONE_MINUS_BETA1
 
 STEP, DIGEST, TAG, FLAGS, SIGNAL = headers.STEP, headers.DIGEST, headers.TAG, headers.FLAGS, headers.SIGNAL
 
 
+class Chunks(NamedTuple):
+    """The chunks worked on, ``first:last``."""
+
+    first: int
+    last: int
+
+
+class Compensation(NamedTuple):
+    """What a worker keeps from round to round, and what of it the last one has taken, until it is formed."""
+
+    numbers: PerElement
+    """c, float32 [>= P]."""
+    scale: PerBlock
+    """s, how far the last global update went, float32 [B]."""
+    limit: PerBlock
+    """Largest compensation of a coordinate, float32 [B]; infinity: the paper's."""
+
+
+class LocalUpdate(NamedTuple):
+    """What a worker's own update is made of, and where it goes (``local_update``)."""
+
+    factor: Floats
+    """What gradients are multiplied with, float32 [1]."""
+    decays: bool
+    """Whether any tensor has weight decay."""
+    moves: bool = False
+    """Whether it is a local step between two rounds: x = x - u, and no bits."""
+    anchor: PerElement | None = None
+    """float32 [>= P], written where a round's first step ``moves``, else None: the parameters as they were, those that
+    do not count included."""
+    share: float = 1.0
+    """What c is multiplied with where it is written: 1, or 1/W of what is summed over the ranks next."""
+
+
+class ChunkHeaders(NamedTuple):
+    """The headers of chunks, and what a round writes into them."""
+
+    words: Headers
+    """int32 [W, 8]; one that all chunks share has stride 0."""
+    number: int
+    """STEP."""
+    tag: int
+    """TAG."""
+    flags: int
+    """More FLAGS."""
+    digest: Counters
+    """``folded`` to DIGEST, int64 [1]."""
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {"words_stride": ("i32", lambda words: stride(words))}
+
+
 @jit()
-def _write_header(header, number, tag, told, digest):
+def _write_header(words, header):
     """Writes what changes from round to round; other programs set flags in it meanwhile."""
-    tl.store(header + STEP, number)
-    tl.store(header + DIGEST, headers.fold(tl.load(digest)))
-    tl.store(header + TAG, tag)
-    tl.store(header + SIGNAL, 0)
-    tl.atomic_or(header + FLAGS, told)
+    tl.store(words + STEP, header.number)
+    tl.store(words + DIGEST, headers.fold(tl.load(header.digest)))
+    tl.store(words + TAG, header.tag)
+    tl.store(words + SIGNAL, 0)
+    tl.atomic_or(words + FLAGS, header.flags)
 
 
 @jit()
-def _clear(scale, limit):
+def _clear(compensated, b):
     """Notes that a block's compensation is formed."""
-    tl.store(scale, 0.0)
-    tl.store(limit, rules.INFINITY)
+    tl.store(compensated.scale + b, 0.0)
+    tl.store(compensated.limit + b, rules.INFINITY)
 
 
-@jit(do_not_specialize=("number", "tag", "told"))
+@jit(do_not_specialize=("header_number", "header_tag", "header_flags"))
 def local_update_kernel(
-    params_table, grads_table, tensors, exp_avg, exp_avg_sq, compensated, scale, limit, bits, bits_stride, coef, places,
-    factor, share, hold, anchor, inside, inside_row, words, words_stride, number, tag, told, digest, first_block,
-    blocks_per_chunk,
-    PARAMS: tl.constexpr, GRADS: tl.constexpr, DECAYS: tl.constexpr, MOVES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    params_table, grads_table, tensors, places, exp_avg, exp_avg_sq, compensated, bits, bits_stride, coef, step, hold,
+    inside, inside_row, header, first_block, blocks_per_chunk,
+    PARAMS: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunks worked on.
 
@@ -57,17 +112,18 @@ def local_update_kernel(
     if GRADS % users.ALIGNED > users.FP16:  # of several dtypes: a load with branches, over which nothing else is kept
         g = users.load(source, i, mask, row, GRADS)
     signs = tl.load(byte)
-    sent = io.scaled(signs, signs, tl.load(scale + b), False)
-    kept = tl.where(mask, rules.compensation(tl.load(compensated + at), sent, tl.load(limit + b)), 0.0)
+    sent = io.scaled(signs, signs, tl.load(compensated.scale + b), False)
+    kept = rules.compensation(tl.load(compensated.numbers + at), sent, tl.load(compensated.limit + b))
+    kept = tl.where(mask, kept, 0.0)
     if GRADS % users.ALIGNED <= users.FP16:
         g = users.load(source, i, mask, row, GRADS)
-    g = rules.counted(g, k) * tl.load(factor)
+    g = rules.counted(g, k) * tl.load(step.factor)
     d = g * of(k, ONE_MINUS_BETA1)
     x = g
-    if DECAYS or (MOVES and anchor is None):
+    if step.DECAYS or (step.MOVES and step.anchor is None):
         own = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
         x = users.load(own, i, mask, row, PARAMS)
-    if DECAYS and exp_avg_sq is None:
+    if step.DECAYS and exp_avg_sq is None:
         d = rules.decaying(d, x, k)
     m = d
     old_m = d
@@ -80,7 +136,7 @@ def local_update_kernel(
         old_v = tl.load(exp_avg_sq + at)
         v = rules.variance(old_v, g, k)
         u = rules.step_of(rules.preconditioned(m, v, k, False), k)
-        if DECAYS:
+        if step.DECAYS:
             u = rules.decoupled(u, x, k)
     else:
         u = rules.step_of(m, k)
@@ -92,42 +148,45 @@ def local_update_kernel(
     bad = io.any_of(~finite)
     tl.debug_barrier()  # all warps have read what the last round has taken
     if (bad != 0) & (not held):
-        tl.atomic_or(words + b // blocks_per_chunk * words_stride + FLAGS, io.NONFINITE)
+        tl.atomic_or(header.words + b // blocks_per_chunk * header.words_stride + FLAGS, io.NONFINITE)
     counts = finite & (not held)
     u = tl.where(counts, u, 0.0)
     c = kept + u
-    tl.store(compensated + at, c * share)
+    tl.store(compensated.numbers + at, c * step.share)
     if exp_avg is not None:
         tl.store(exp_avg + at, tl.where(counts, m, old_m))
     if exp_avg_sq is not None:
         tl.store(exp_avg_sq + at, tl.where(counts, v, old_v))
-    if MOVES:
+    if step.MOVES:
         # Looked up again, so that no register holds it meanwhile; so are the parameters where they are kept.
         place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)
-        if anchor is not None:
-            x = users.keep(place, b, i, anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
+        if step.anchor is not None:
+            x = users.keep(place, b, i, step.anchor, inside, inside_row, PARAMS, BLOCK_SIZE)
         users.store(place, i, x - u, None, mask, row, PARAMS)
-        _clear(scale + b, limit + b)
+        _clear(compensated, b)
     else:
-        _clear(scale + b, limit + b)  # in either branch, where no register spills for it
+        _clear(compensated, b)  # in either branch, where no register spills for it
         tl.store(byte, io.bytes_of(c >= 0))
         if b % blocks_per_chunk == 0:
-            _write_header(words + b // blocks_per_chunk * words_stride, number, tag, told, digest)
+            _write_header(header.words + b // blocks_per_chunk * header.words_stride, header)
 
 
 @op(
     local_update_kernel,
-    writes=("params", "exp_avg", "exp_avg_sq", "compensated", "scale", "limit", "bits", "anchor", "words"),
+    writes=(
+        *("params", "exp_avg", "exp_avg_sq", "compensated.numbers", "compensated.scale", "compensated.limit", "bits"),
+        *("step.anchor", "header.words"),
+    ),
     derive={
-        "first_block": ("i32", lambda first, blocks_per_chunk: first * blocks_per_chunk),
-        "programs": ("i32", lambda first, last, blocks_per_chunk: (last - first) * blocks_per_chunk),
+        "first_block": ("i32", lambda chunks_first, blocks_per_chunk: chunks_first * blocks_per_chunk),
+        "last_block": ("i32", lambda chunks_last, blocks_per_chunk: chunks_last * blocks_per_chunk),
+        "programs": ("i32", lambda first_block, last_block: last_block - first_block),
     },
 )
 def local_update(
-    params: Tensors, grads: Tensors, places: Places, first: int, last: int, exp_avg: PerElement | None,
-    exp_avg_sq: PerElement | None, compensated: PerElement, scale: PerBlock, limit: PerBlock, bits: Bits, coef: Floats,
-    factor: Floats, share: float, hold: Flag, decays: bool, moves: bool, anchor: PerElement | None, words: Headers,
-    number: int, tag: int, told: int, digest: Counters,
+    params: Tensors, grads: Tensors, places: Places, chunks: Chunks, exp_avg: PerElement | None,
+    exp_avg_sq: PerElement | None, compensated: Compensation, bits: Bits, coef: Floats, step: LocalUpdate, hold: Flag,
+    header: ChunkHeaders,
 ) -> None:  # fmt: skip
     """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
@@ -141,46 +200,40 @@ def local_update(
     Other arguments as for ``apply_momentum``.
 
     Args:
-        params: Read where ``decays``, written where ``moves``.
+        params: Read where ``step.decays``, written where it ``moves``.
         grads: As for ``momentum_compress``.
-        first, last: Chunks ``first:last`` are worked on.
+        places: Elements that do not count get c = 0.
+        chunks: Others stay.
         exp_avg: m, float32 [P], read and written; None: u = lr*g.
         exp_avg_sq: v, float32 [P], read and written; None: SGD.
-        compensated: c, float32 [>= P], read and written.
-        scale: s, float32 [B]: how far the last global update went; then 0.
-        limit: Largest compensation of a coordinate, float32 [B]; infinity: the paper's; then infinity.
-        bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless ``moves``.
+        compensated: Read and written; then the scale is 0, and the limit infinity.
+        bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless it ``moves``.
         coef: STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
-        places: Elements that do not count get c = 0.
-        factor: float32 [1], what gradients are multiplied with.
-        share: What c is multiplied with where it is written: 1, or 1/W of what is summed over the ranks next.
+        step: What is added, and where it goes.
         hold: int32 [1]; where set u = 0 and moments stay.
-        decays: Whether any tensor has weight decay.
-        moves: A local step between two rounds: x = x - u, and no bits.
-        anchor: float32 [>= P], written where it is a round's first, else None: the parameters as they were, those that
-            do not count included.
-        words: int32 [W, 8], headers; one that all chunks share has stride 0. ``NONFINITE`` is set where it happened.
-        number, tag, told, digest: STEP, TAG, more FLAGS, and ``folded`` to DIGEST, int64 [1].
+        header: Written unless it ``moves``; ``NONFINITE`` is set where it happened.
     """
-    if not moves:
-        own = words[first:last] if words.stride(0) else words[:1]
+    numbers, scale, limit = compensated
+    words, number, tag, more, digest = header
+    if not step.moves:
+        own = words[chunks.first : chunks.last] if words.stride(0) else words[:1]
         for word, value in ((STEP, number), (DIGEST, headers.folded(digest)), (TAG, tag), (SIGNAL, 0)):
             own[:, word] = value
-        own[:, FLAGS] |= told
-    flat = places.rows(compensated[: len(scale) * places.block_size])
-    every = tiles(places.sizes, len(bits), places.block_size, compensated.device, len(places.block_tensor))
+        own[:, FLAGS] |= more
+    flat = places.rows(numbers[: len(scale) * places.block_size])
+    every = tiles(places.sizes, len(bits), places.block_size, numbers.device, len(places.block_tensor))
     of_a_chunk = len(every) // len(bits)
-    for tile in every[first * of_a_chunk : last * of_a_chunk]:
+    for tile in every[chunks.first * of_a_chunk : chunks.last * of_a_chunk]:
         b = tile.blocks
         own_bits = bits[tile.chunk, tile.bytes]
         sent = scaled(own_bits, scale[b, None])
         kept = only_live(rules.compensation(flat[b], sent, limit[b, None]), places, tile)
         k = coef[places.block_tensor[b]]
-        g = rules.counted(only_live(gather(grads, tile, places.block_size), places, tile), k) * factor
-        x = gather(params, tile, places.block_size) if decays or moves else None
-        if anchor is not None and x is not None:
-            places.rows(anchor[: len(scale) * places.block_size])[b] = x
-        decaying = only_live(x, places, tile) if decays and x is not None else None
+        g = rules.counted(only_live(gather(grads, tile, places.block_size), places, tile), k) * step.factor
+        x = gather(params, tile, places.block_size) if step.decays or step.moves else None
+        if step.anchor is not None and x is not None:
+            places.rows(step.anchor[: len(scale) * places.block_size])[b] = x
+        decaying = only_live(x, places, tile) if step.decays and x is not None else None
         m, v, u = _update(g, decaying, exp_avg, exp_avg_sq, tile, k)
         u = only_live(u, places, tile)
         finite = rules.finite(kept + u) if v is None else rules.finite(kept + u) & rules.finite(v)
@@ -189,12 +242,12 @@ def local_update(
             words[tile.chunk, FLAGS] |= io.NONFINITE
         u = tl.where(counts, u, 0.0)
         c = kept + u
-        flat[b], scale[b], limit[b] = c * share, 0.0, rules.INFINITY
+        flat[b], scale[b], limit[b] = c * step.share, 0.0, rules.INFINITY
         for buffer, new in ((exp_avg, m), (exp_avg_sq, v)):
             if buffer is not None and new is not None:
                 old = places.rows(buffer)[b]
                 old.copy_(tl.where(counts, new, old))
-        if moves:
+        if step.moves:
             assert x is not None
             scatter(x - u, params, tile)
         else:

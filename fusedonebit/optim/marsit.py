@@ -18,6 +18,7 @@ from ..core.options import check_count, is_number
 from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire, names_of
 from ..triton_kernels import Coef, add_values, apply_momentum
+from ..triton_kernels.marsit import LocalUpdate
 from ..triton_kernels.nouns import Signs
 from .marsit_state import LocalOptions, MarsitState
 
@@ -144,8 +145,8 @@ class Marsit(MarsitState):
         hold = self._no_flags if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
         decays = any(group["weight_decay"] for group in frame.hyper.taken)
-        how = (factor, hold, decays, moves, self._kept_now if moves else None)
-        part.add(frame.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, *how)
+        step = LocalUpdate(factor, decays, moves, self._kept_now if moves else None)
+        part.add(frame.parameters.dense, grads, chunks, coef, exp_avg, exp_avg_sq, step, hold)
 
     def _apply(self) -> None:
         """Move by g_t; where no count changes the table, that launch counts."""

@@ -72,41 +72,41 @@ KERNEL(local_update)
         struct place to = tensor_of(b, params_table, tensors, coef, block_tensor, block_start, PARAMS, BLOCK_SIZE);
         struct place from = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         uint8_t *packed = bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE);
-        int32_t *header = words + b / blocks_per_chunk * words_stride;
-        float *c = compensated + b * BLOCK_SIZE, most = limit[b];
+        int32_t *own = header.words + b / blocks_per_chunk * header.words_stride;
+        float *c = compensated.numbers + b * BLOCK_SIZE, most = compensated.limit[b];
         s.m = exp_avg ? exp_avg + b * BLOCK_SIZE : NULL;
         s.v = exp_avg_sq ? exp_avg_sq + b * BLOCK_SIZE : NULL;
-        scaled(kept, packed, 0, scale[b], 0, BLOCK_SIZE);
+        scaled(kept, packed, 0, compensated.scale[b], 0, BLOCK_SIZE);
         EACH_LINE(i, BLOCK_SIZE) {
             PREFETCH(c + i, BLOCK_SIZE);
             LANES kept[i + j] = compensation(c[i + j], kept[i + j], most);
         }
-        scale[b] = 0;
-        limit[b] = INFINITY;
+        compensated.scale[b] = 0;
+        compensated.limit[b] = INFINITY;
         only_live(kept, live, row, BLOCK_SIZE);
         load_user(g, from, live, row, BLOCK_SIZE);
         EACH_LINE(i, BLOCK_SIZE)
-            LANES g[i + j] = counted(g[i + j], to.k) * *factor;
-        if (anchor)
-            load_user(anchor + b * BLOCK_SIZE, to, inside, inside_row[b], BLOCK_SIZE);
-        if (DECAYS || MOVES)
+            LANES g[i + j] = counted(g[i + j], to.k) * *step.factor;
+        if (step.anchor)
+            load_user(step.anchor + b * BLOCK_SIZE, to, inside, inside_row[b], BLOCK_SIZE);
+        if (step.DECAYS || step.MOVES)
             load_user(x, to, live, row, BLOCK_SIZE);
-        update(&s, g, DECAYS ? x : NULL, to.k, BLOCK_SIZE);
+        update(&s, g, step.DECAYS ? x : NULL, to.k, BLOCK_SIZE);
         only_live(s.u, live, row, BLOCK_SIZE);
         if (drop_bad(&s, c, kept, *hold, BLOCK_SIZE))
-            __atomic_fetch_or(header + FLAGS, NONFINITE, __ATOMIC_RELAXED);
-        if (!MOVES)
+            __atomic_fetch_or(own + FLAGS, NONFINITE, __ATOMIC_RELAXED);
+        if (!step.MOVES)
             store_bits(packed, 0, c, 0, BLOCK_SIZE);
-        for (int64_t i = 0; share != 1 && i < BLOCK_SIZE; i++)
-            c[i] *= share;
-        if (!MOVES) {
+        for (int64_t i = 0; step.share != 1 && i < BLOCK_SIZE; i++)
+            c[i] *= step.share;
+        if (!step.MOVES) {
             if (b % blocks_per_chunk)
                 continue;
-            header[STEP] = number;
-            header[DIGEST] = folded(*digest);
-            header[TAG] = tag;
-            header[SIGNAL] = 0;
-            __atomic_fetch_or(header + FLAGS, told, __ATOMIC_RELAXED);
+            own[STEP] = header.number;
+            own[DIGEST] = folded(*header.digest);
+            own[TAG] = header.tag;
+            own[SIGNAL] = 0;
+            __atomic_fetch_or(own + FLAGS, header.flags, __ATOMIC_RELAXED);
             continue;
         }
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
