@@ -11,7 +11,6 @@ from __future__ import annotations
 from . import bit_rules, headers, rules
 from .codes import coded, decoded, load_codes, store_codes
 from .jit import jit, tl
-from .nouns import Stored
 from .rules import COLUMNS
 
 NONFINITE = headers.NONFINITE  # the flag that an element sets whose gradient or update does not count
@@ -185,15 +184,6 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
         half = BLOCK_SIZE // 2
         words = random_words(drawn, b, i % half, BLOCK_SIZE)
         return bit_rules.half_of(bit_rules.moments_word(words[0], words[1]), (i // half).to(tl.uint32))
-
-
-@jit()
-def row_of(numbers, exponents, stride, row: tl.constexpr):
-    """Numbers with their row of a table of exponents: what ``load`` and ``store`` take."""
-    if exponents is None:
-        return Stored(numbers, None)
-    else:
-        return Stored(numbers, exponents + row * stride)
 
 
 @jit()

@@ -50,7 +50,8 @@ def momentum_compress_kernel(
     if exp_avg_sq.numbers is not None:
         v = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
     if worker_sq is not None:
-        squares = io.row_of(worker_sq, compensated.exponents, compensated.exponents_stride, OWN)
+        exponents = compensated.exponents
+        squares = Stored(worker_sq, None if exponents is None else exponents + OWN * compensated.exponents_stride)
         own = rules.followed(io.load(squares, b, i, False, BLOCK_SIZE), g, k)
         io.store(squares, io.moment_bits(compensated.drawn, b, i, BLOCK_SIZE), b, i, own, False, BLOCK_SIZE)
         if exp_avg_sq.numbers is not None:

@@ -24,6 +24,7 @@ from .nouns import (
     PerElement,
     Places,
     Signs,
+    Stored,
     Table,
     Tensors,
 )
@@ -51,8 +52,9 @@ def moments_kernel(place, moments, exp_avg_sq_sums, found, first, b, i, k, mask,
     another launch reads again; else both before they are rounded.
     """
     g = users.load(place, i, mask, row, GRADS)
-    exp_avg = io.row_of(moments.exp_avg, moments.exponents, moments.exponents_stride, 0)
-    exp_avg_sq = io.row_of(moments.exp_avg_sq, moments.exponents, moments.exponents_stride, 1)
+    exp_avg = Stored(moments.exp_avg, moments.exponents)
+    exponents = None if moments.exponents is None else moments.exponents + moments.exponents_stride
+    exp_avg_sq = Stored(moments.exp_avg_sq, exponents)
     m_before = io.load(exp_avg, b, i, True, BLOCK_SIZE)
     v_before = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
     m, v = rules.momentum(m_before, g, k), rules.variance(v_before, g, k)
