@@ -93,7 +93,13 @@ class Algorithm:
         """Take up what the constructor's ``arguments`` have brought from an earlier run; every rank calls it."""
 
     def close(self) -> None:
-        """Give back what another is about to take up in its place: hooks and large memory."""
+        """Give back hooks, and memory that another is about to take up in its place; it may still be asked to load.
+
+        Memory of the parameters' size that it has allocated itself, which is most of it.
+        """
+        for spec in self.kept:
+            if spec.per == "element" and spec.at in vars(self):
+                setattr(self, spec.at, spec.tensor(self).new_empty(0))
 
     # ---------------------------------------------------------------- groups
 
@@ -348,7 +354,7 @@ class Algorithm:
         return 0.0
 
     def momentum(self, param: Tensor) -> Tensor:
-        """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
+        """Return the momentum of one parameter, float32 of its shape; see ``DistributedOptimizer.momentum``."""
         i = self.frame.index(param)
         (spec,) = (spec for spec in self.kept if spec.name == "exp_avg")
         return self.part_of(spec, i).to(torch.float32, copy=True)

@@ -83,7 +83,7 @@ def explaining(kind: type[_T]) -> type[_T]:
     return kind
 
 
-def taken(kind: type[Any], constructor: Callable[..., None], named: Mapping[str, Any]) -> dict[str, Any]:
+def taken(optimizer: type[Any], constructor: Callable[..., None], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of an optimizer without those that are as torch's optimizers have them by default.
 
     Raises:
@@ -98,8 +98,8 @@ def taken(kind: type[Any], constructor: Callable[..., None], named: Mapping[str,
         elif name in ("fused", "foreach") and value is False:
             continue  # what torch would do is not done here anyway
         elif name not in torchs or type(value) is not type(torchs[name].default) or value != torchs[name].default:
-            instead = _instead(name, value, _places(own, kind.kind.settings))
-            raise TypeError(f"{kind.__name__} got an unexpected keyword argument {name!r}: {instead}")
+            instead = _instead(name, value, _places(own, optimizer.kind.settings))
+            raise TypeError(f"{optimizer.__name__} got an unexpected keyword argument {name!r}: {instead}")
     return kept
 
 
@@ -144,10 +144,10 @@ def _places_of_all() -> dict[str, dict[str, str]]:
 
     places = {}
     for name in fusedonebit.__all__:
-        kind = getattr(fusedonebit, name)
-        own = inspect.signature(kind).parameters if hasattr(kind, "kind") else {}
+        optimizer = getattr(fusedonebit, name)
+        own = inspect.signature(optimizer).parameters if hasattr(optimizer, "kind") else {}
         if "lr" in own:  # what is no base class
-            places[name] = _places(own, kind.kind.settings)
+            places[name] = _places(own, optimizer.kind.settings)
     return places
 
 

@@ -103,7 +103,7 @@ def _rebuild(
     setstate(optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)})
     options, device = content["options"], first_device(groups)
     frame = optimizer.frame = Frame(optimizer, World(transport, device, levels=levels))
-    frame.options, frame.groups, frame.masks = options, groups, content["masks"]
+    frame.options, frame.masks = options, content["masks"]
     frame.hyper = HyperParameters(content["hyper_parameters"], device, options.capturable)
     frame.take_parameters()
     header = header_of(saved) or {}

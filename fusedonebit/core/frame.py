@@ -19,7 +19,7 @@ from .consensus import check_corrections, check_device, check_masks, check_round
 from .hyper_parameters import HyperParameters
 from .options import CoefficientTable, numbers, stated
 from .params import ParameterList
-from .scaling import NO_SCALE, LossScale, Scaling
+from .scaling import NO_SCALE, Scaling
 from .settings import Numerics, Options, Wire
 from .sharding import check_groups, levels, local
 from .steps import Steps
@@ -33,6 +33,8 @@ ranks have alike is compared."""
 
 class Owner(Protocol):
     """Is the optimizer, as hooks of the backward pass and of checkpoints need it."""
+
+    param_groups: list[dict[str, Any]]
 
     def begin_step(self) -> None:
         """Enter the stage of the coming step, once."""
@@ -57,7 +59,6 @@ class Frame:
     Attributes:
         name: Of the optimizer's class.
         options: As settled.
-        groups: The optimizer's ``param_groups``.
         hyper: The last good hyper-parameters of them.
         parameters: Those that train.
         masks: Elements that count, bool of a parameter's shape, where not all do.
@@ -69,6 +70,7 @@ class Frame:
         given_block_size: A checkpoint's; None: it is chosen.
         missing: Tensors of which this rank has no gradient in this step.
         absent: Of which no rank has one: bool [tensors]; None: there are none.
+        loss_scale: What a ``GradScaler`` has set for this step.
         late_error: What this step raises once all ranks know of it.
         nothing: Stands for a gradient that is not there: float32 [0].
     """
@@ -86,15 +88,22 @@ class Frame:
     def __init__(self, owner: Owner, ranks: World) -> None:
         self.owner = weakref.ref(owner)
         self.name, self.ranks, self.device = type(owner).__name__, ranks, ranks.device
-        self.groups: list[dict[str, Any]] = []
         self.masks: dict[Tensor, Tensor] = {}
         self.under_ddp = UnderDdp()
         self.given_block_size: int | None = None
         self.missing: tuple[int, ...] = ()
         self.absent: Tensor | None = None
         self.late_error: Exception | None = None
+        self.loss_scale = NO_SCALE
         self.nothing = torch.empty(0, device=self.device)
         self._until_compared = 0  # steps until model-parallel ranks next compare what they have alike
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's ``param_groups``."""
+        owner = self.owner()
+        assert owner is not None  # who else asks
+        return owner.param_groups
 
     # ---------------------------------------------------------------- construction
 
@@ -298,13 +307,6 @@ class Frame:
         """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
         rounds = self.options.stochastic_rounding or self.options.master_weights == "8bit"
         return self.steps.updates if rounds else None
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """Return what a ``GradScaler`` has set on the optimizer for this step."""
-        owner = self.owner()
-        told = () if owner is None else vars(owner)
-        return LossScale.of(owner) if "grad_scale" in told or "found_inf" in told else NO_SCALE
 
     @property
     def tag_of_shards(self) -> int:

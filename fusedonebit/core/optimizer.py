@@ -21,7 +21,7 @@ from .header import KEY
 from .hyper_parameters import HyperParameters
 from .interrupts import SignalsWait
 from .options import check_group, numbers
-from .scaling import SCALER_ATTRIBUTES
+from .scaling import NO_SCALE, SCALER_ATTRIBUTES, LossScale
 from .settings import NUMERICS, WIRE, Params, Ranks
 from .sharding import group_of, model_ranks
 from .state import growing, loading, saving
@@ -84,7 +84,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             super().__init__(params, defaults)
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
             self.param_groups[0][KEY] = ""
-            frame.groups = self.param_groups
             frame.hyper.keep_rates(self.param_groups)
             frame.take_parameters()
             self.kind.check(frame)
@@ -111,10 +110,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def build(self) -> None:
         """Lay out the parameters and allocate all state; also anew after a load, or ``add_param_group``."""
-        if self._built:
-            self.algorithm.close()  # before another is allocated
         self.frame.build(self.kind.columns, self.kind.linear)
         self.take_hyper_parameters()
+        if self._built:
+            self.algorithm.close()  # before another is allocated
         self.algorithm = self.kind(self.frame)
         self.publish_state()
 
@@ -243,6 +242,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
         """Take a step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
+        told = vars(self)
+        scaled = "grad_scale" in told or "found_inf" in told
+        self.frame.loss_scale = LossScale.of(self) if scaled else NO_SCALE
         self.algorithm.check_step()
         with SignalsWait():
             try:
@@ -407,6 +409,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def averages_gradients(self) -> bool:
         """Tell whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
         return self.algorithm.averages_gradients
+
+    @property
+    def synchronised(self) -> bool:
+        """Return whether all ranks have the same parameters now: not within a round of workers' own steps."""
+        return self.algorithm.synchronised
 
     @property
     def last_grad_norm(self) -> Tensor:

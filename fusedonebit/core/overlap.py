@@ -81,7 +81,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         handles = self.watch(algorithm.frame.parameters.owners)
         handles.append(owner.register_load_state_dict_pre_hook(_idle_check(weakref.ref(self))))
         # Not of this object: a bucket that is under way keeps it alive.
-        self._finalizer = weakref.finalize(algorithm, _take_away, handles, self._thread)
+        self._finalizer = weakref.finalize(owner, _take_away, handles, self._thread)
         self._forget()
 
     @property

@@ -31,13 +31,13 @@ class StateSpec:
     Args:
         name: In checkpoints, and in ``optimizer.state`` where it is published.
         per: What it has an entry for.
-        at: The optimizer's attribute; or one of a part of it ("reducer.scale"), which has allocated it.
+        at: The algorithm's attribute; or one of a part of it ("reducer.scale"), which has allocated it.
         rows: Of a table, its rows; 0: it is [tensors].
-        given: Whether the optimizer has allocated it.
+        given: Whether the algorithm has allocated it.
         stage: In which stage it is kept: "full" precision, "compressed", or "both".
         of_rank: Whether each rank has its own. On other numbers of ranks each takes the mean; of chunks its share.
         plane: Which of two planes of bits [chunks, 2, bytes] it is.
-        when: An attribute of the optimizer that must be true for it to be kept at all.
+        when: An attribute of the algorithm that must be true for it to be kept at all.
         only: A key of the checkpoint's header that must be true, or something else says what it would.
         published: Whether users see it in ``optimizer.state``, and in which stage.
         taken_by: What it is added to where only the checkpoint has it; where only the optimizer has, it is zero.

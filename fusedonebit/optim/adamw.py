@@ -56,9 +56,9 @@ class AveragedAdam(AdamUpdate):
         self._release = Release(self) if self.options.release_gradients else None
 
     def close(self) -> None:
-        super().close()
         if self._release is not None:
             self._release.close()
+        super().close()
 
     @classmethod
     def check(cls, frame: Frame) -> None:

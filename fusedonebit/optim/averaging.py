@@ -64,7 +64,7 @@ class Averaging(Algorithm):
         return (self._update_alone if self._is_alone else self._average)(grads, coef, abort)
 
     def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Update on a rank alone, as ``_exchange`` says: the update is the only launch that reads gradients.
+        """Update on a rank alone, as ``exchange`` says: the update is the only launch that reads gradients.
 
         But for their norm, if they are clipped. Coefficients take up what they are multiplied with.
         """
@@ -97,7 +97,7 @@ class Averaging(Algorithm):
         return super().can_capture or (self._is_alone and self.phase == "uncompressed")
 
     def _average(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Average, as ``_exchange`` says, by one all-reduce, or none where DDP has averaged; then update."""
+        """Average, as ``exchange`` says, by one all-reduce, or none where DDP has averaged; then update."""
         frame = self.frame
         loss_scale, averages, how = frame.loss_scale, self.averages, {"abort": abort}
         how["averaged"] = frame.under_ddp.averaged

@@ -59,7 +59,7 @@ LEAST_COUNTS = 8
 """Of a state's plain values; behind them are those that are on their way to the host."""
 
 
-class Owner(Protocol):
+class Renews(Protocol):
     """Is an algorithm whose ``exp_avg_sq`` is renewed: ``TwoStage``, which says what these are."""
 
     frame: Frame
@@ -96,7 +96,7 @@ class LivingVariance:
         due: Whether ranks share squares in this step, so that the next step begins with a renewal.
     """
 
-    def __init__(self, algorithm: Owner) -> None:
+    def __init__(self, algorithm: Renews) -> None:
         frame = algorithm.frame
         tensors, device = max(1, len(frame.layout.sizes)), frame.device
         self.levels = torch.zeros(LEVELS, tensors, device=device)
@@ -112,7 +112,7 @@ class LivingVariance:
 
     # ---------------------------------------------------------------- when
 
-    def begin_step(self, algorithm: Owner) -> None:
+    def begin_step(self, algorithm: Renews) -> None:
         """Renew v if the last step shared squares, and decide whether this step does; the same on all ranks."""
         if self._told:
             self.settle(algorithm)
@@ -146,7 +146,7 @@ class LivingVariance:
                 'Numerics(scale_norm="contractive")'
             )
 
-    def _word(self, algorithm: Owner) -> Tensor | int:
+    def _word(self, algorithm: Renews) -> Tensor | int:
         """Return what the host should know of tensors that wait for their first gradient, int32 [1], or 0: nothing.
 
         After a renewal it is how many have had it so far ("woken"), in other steps ``STIRS`` if one has just had it.
@@ -159,7 +159,7 @@ class LivingVariance:
         moves = (algorithm.reducer.scale > 0) & (self.mean_sq == 0)[frame.places.block_tensor]
         return frame.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
 
-    def _ease(self, algorithm: Owner) -> None:
+    def _ease(self, algorithm: Renews) -> None:
         """Choose the ``scale_norm`` of this step, and of those that follow; the same on all ranks."""
         if self._eases:
             self._eased = self.steps > self._eases_after
@@ -171,7 +171,7 @@ class LivingVariance:
         counts = self.steps, self._eases_after, self.age, self.since, self.renewals
         return [*counts, int(self._renewed), self._known, int(self._woken), *on_its_way]
 
-    def resume(self, algorithm: Owner, state: Sequence[int]) -> None:
+    def resume(self, algorithm: Renews, state: Sequence[int]) -> None:
         """Take up what ``state_dict`` has returned, once ``levels`` are filled; every rank calls it."""
         self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = state
         renewed, self._known, count, *on_its_way = woken
@@ -185,7 +185,7 @@ class LivingVariance:
 
     # ---------------------------------------------------------------- what
 
-    def begin(self, algorithm: Owner, mean: Tensor) -> None:
+    def begin(self, algorithm: Renews, mean: Tensor) -> None:
         """Take over the warm-up's v, dividing it by Adam's bias correction.
 
         Args:
@@ -211,14 +211,14 @@ class LivingVariance:
         self._mirror.flush()
         self._count(algorithm)
 
-    def share(self, algorithm: Owner) -> None:
+    def share(self, algorithm: Renews) -> None:
         """Exchange squares and projections of this step's gradients with all ranks; ``settle`` uses them."""
         reducer = algorithm.reducer
         reducer.share_squares()
         self._absent = None if reducer.absent is None else reducer.absent.view(torch.uint8)
         self._flags, self._told = reducer.flags, True
 
-    def settle(self, algorithm: Owner) -> None:
+    def settle(self, algorithm: Renews) -> None:
         """Renew v from what ranks have shared since the last renewal, if anything.
 
         Called early, as before a checkpoint is saved, it changes no later step: the next one would begin with it.
@@ -238,13 +238,13 @@ class LivingVariance:
         self.since = 0
         self.renewals += 1
 
-    def _by_tensor(self, algorithm: Owner, by_block: Tensor) -> Tensor:
+    def _by_tensor(self, algorithm: Renews, by_block: Tensor) -> Tensor:
         """Sum float64 [B] by tensor, in order: equal on all ranks."""
         blocks = torch.tensor(algorithm.frame.layout.first_block, device=by_block.device)
         here = torch.segment_reduce(by_block, "sum", offsets=blocks, unsafe=True, initial=0.0)
         return algorithm.frame.ranks.shards.sum(here)
 
-    def _count(self, algorithm: Owner) -> None:
+    def _count(self, algorithm: Renews) -> None:
         """Count each tensor's elements on all shards, and the tensors that are asleep or were; waits for the device."""
         self.numels = self._by_tensor(algorithm, algorithm.frame.live.numel.double())
         self._asleep = int(self._woken) + len(self.waiting())

@@ -247,13 +247,13 @@ class MarsitSGD(DistributedOptimizer):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)
 
-    def stats(self, layers: bool = False, compensation: bool = False) -> dict[str, Any]:
+    def stats(self, layers: bool = False, *, compensation: bool = False) -> dict[str, Any]:
         """Return what all optimizers tell; with ``compensation`` also compensation_norm, for one pass over it.
 
         If that grows and grows, ``global_ratio`` is too small.
         """
-        norm = {"compensation_norm": self.algorithm.compensation_norm()} if compensation else {}
-        return super().stats(layers) | norm
+        told = super().stats(layers)
+        return told | {"compensation_norm": self.algorithm.compensation_norm()} if compensation else told
 
     def compensation(self, param: Tensor) -> Tensor:
         """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
@@ -295,13 +295,13 @@ class MarsitAdam(DistributedOptimizer):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)
 
-    def stats(self, layers: bool = False, compensation: bool = False) -> dict[str, Any]:
+    def stats(self, layers: bool = False, *, compensation: bool = False) -> dict[str, Any]:
         """Return what all optimizers tell; with ``compensation`` also compensation_norm, for one pass over it.
 
         If that grows and grows, ``global_ratio`` is too small.
         """
-        norm = {"compensation_norm": self.algorithm.compensation_norm()} if compensation else {}
-        return super().stats(layers) | norm
+        told = super().stats(layers)
+        return told | {"compensation_norm": self.algorithm.compensation_norm()} if compensation else told
 
     def compensation(self, param: Tensor) -> Tensor:
         """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""

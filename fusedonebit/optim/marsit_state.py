@@ -84,7 +84,7 @@ class MarsitState(RoundAlgorithm):
     reducer: RoundAllReduce
 
     def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        if not self.exp_avg.numel() and group.get("momentum"):
+        if not (self._is_adam or self._had_momentum) and group.get("momentum"):
             raise ValueError(
                 f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
                 "construct the optimizer anew"
@@ -112,6 +112,7 @@ class MarsitState(RoundAlgorithm):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
+        self._had_momentum = bool(self.exp_avg.numel())
         anchored = frame.layout.numel + TAIL if self._has_local_steps else 0
         self._anchor = torch.zeros(anchored, device=frame.device)
         between, part = frame.ranks.transport, Part(frame.layout)

@@ -58,7 +58,8 @@ class OneBitOptions(Options):
         freeze = given if isinstance(given, Freeze) else Freeze(step="auto" if given is None else given)
         said = {**arguments, "freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
         said |= {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
-        said["variance"] = arguments.get("variance") or ("shared" if given is None else "frozen")
+        if arguments.get("variance") is None:
+            said["variance"] = "shared" if given is None else "frozen"
         made = super().of(optimizer, said)
         usual = arguments.get("numerics", NUMERICS).scale_norm is None
         return replace(made, scale_norm="relaxed") if usual and made.lives else made

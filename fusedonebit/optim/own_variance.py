@@ -26,7 +26,7 @@ EARLY, TOLD_EVERY = 16, 4
 """Of the first steps each round's gradient is told, then that of one round in so many steps: the EMA is longer."""
 
 
-class Owner(Protocol):
+class Owning(Protocol):
     """Is an algorithm whose workers have variances of their own: ``LocalAdam``."""
 
     frame: Frame
@@ -44,7 +44,7 @@ class OwnVariance:
         rho: float32 [tensors], 1 until it is known.
     """
 
-    def __init__(self, algorithm: Owner) -> None:
+    def __init__(self, algorithm: Owning) -> None:
         frame = algorithm.frame
         layout, device = frame.layout, frame.device
         tensors = len(layout.sizes)
@@ -65,7 +65,7 @@ class OwnVariance:
         """Return whether ranks tell each other anything in a round of ``steps`` after ``done`` steps."""
         return not self._alone and (done < EARLY or (done + steps) // TOLD_EVERY > done // TOLD_EVERY)
 
-    def tell(self, algorithm: Owner, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
+    def tell(self, algorithm: Owning, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
         """Return what this rank tells of its gradients, float32 [projections + tensors]."""
         given = (grads, algorithm.frame.places, exp_avg_sq, factor, algorithm.frame.steps.updates)
         tell_level(*given, self._share, self._place, self._projections, self._sums)
@@ -74,7 +74,7 @@ class OwnVariance:
         sums = torch.segment_reduce(self._sums.double(), "sum", offsets=self._blocks, **how)
         return torch.cat([told, sums.float()])
 
-    def follow(self, algorithm: Owner, told: Tensor, flags: Tensor, absent: Tensor | None) -> None:
+    def follow(self, algorithm: Owning, told: Tensor, flags: Tensor, absent: Tensor | None) -> None:
         """Renew rho of what all ranks tell, ``told`` is this one's and becomes their sum; nothing where it was skipped.
 
         Raises:

@@ -74,7 +74,7 @@ class Release(Arrivals):
         handles, this = self.watch(frame.parameters.owners), weakref.ref(self)
         handles.append(owner.register_state_dict_pre_hook(_idle_check(this, "state_dict()")))
         handles.append(owner.register_load_state_dict_pre_hook(_idle_check(this, "load_state_dict()")))
-        self._finalizer = weakref.finalize(algorithm, take_away, handles)
+        self._finalizer = weakref.finalize(owner, take_away, handles)
         self.forget()
 
     def forget(self) -> None:
@@ -104,7 +104,7 @@ class Release(Arrivals):
             TypeError, ValueError, RuntimeError: if a gradient, or a parameter, can't be used.
         """
         algorithm = self._algorithm()
-        if algorithm is None or self._paused:
+        if algorithm is None or algorithm.frame.owner() is None or self._paused:
             return
         name = algorithm.frame.parameters.called[i]
         if algorithm.frame.under_ddp.attached:

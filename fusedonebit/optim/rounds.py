@@ -59,6 +59,10 @@ class RoundAlgorithm(Compressing):
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=frame.device)
         super().__init__(frame)
 
+    def close(self) -> None:
+        super().close()
+        self._anchor = self._anchor[:0].clone()
+
     def held(self) -> list[Tensor]:
         return [*super().held(), self._anchor, self._no_flags]
 

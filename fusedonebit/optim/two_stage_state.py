@@ -95,8 +95,8 @@ class TwoStageState(Feedback, Averaging):
             self._begin_warm(warm_start(self, freeze.warm_start))
 
     def close(self) -> None:
-        super().close()
         self.reducer.close()
+        super().close()
 
     def check_growth(self) -> None:
         # New parameters' variance would have to be corrected as well.

@@ -81,7 +81,7 @@ def grow(optimizer: Owner, add: Callable[[], None]) -> None:
         frame.agree_on_everything(failure(add))
     except BaseException:
         frame.parameters = plist
-        optimizer.param_groups = frame.groups = groups
+        optimizer.param_groups = groups
         raise
     with frame.steps.whole("add_param_group()"):
         frame.given_block_size = None  # a checkpoint's was for the old groups; who has loaded none chooses anew

@@ -309,7 +309,7 @@ def _take_groups(optimizer: Owner, saved: Sequence[Mapping[str, Any]]) -> None:
         if "param_names" in own:
             group.setdefault("param_names", own["param_names"])
         groups.append(group)
-    optimizer.param_groups = optimizer.frame.groups = groups
+    optimizer.param_groups = groups
 
 
 def _restore_others(optimizer: Owner, state_dict: Mapping[str, Any], known: Collection[str]) -> None:
