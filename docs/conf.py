@@ -28,11 +28,11 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     (r"py:.*", r"(torch|nn|dist|os|MPI|collections|contextlib|enum|pathlib|typing)\..*"),
     (r"py:.*", r"Tensor|DeviceMesh|RemovableHandle|TypeError, ValueError"),
     # Kinds of tensors that ops take: of which dtype and shape, stands beside each.
-    (r"py:class", r"(Any)?Floats|Doubles|DoublePerBlock|PerBlock|Table|Bits|Headers|Counters|Indices|Flag|Sizes"),
+    (r"py:class", r"(Any)?Floats|Doubles|DoublePerBlock|PerBlock|PerElement|Table|Bits|Headers|Counters|Indices|Flag|Moment|Sizes"),
     # Behind TYPE_CHECKING, or a type variable.
     (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),
     # What no user names.
-    (r"py:.*", r".*\.core\.state\..*|.*\.partition\.Part|fusedonebit\..*Options"),
+    (r"py:.*", r"fusedonebit\.(core|optim|apps\.lab)\..*|.*\.partition\.Part|fusedonebit\..*Options"),
     (r"py:.*", r".*\.(Deferred|Kept|OnePart|ErrorFeedback|SideOfParts|Bucket|Receiver|Looks|OwnVariance|Unit|Rows)"),
 ]
 smartquotes_action = "D"  # quotes stay straight

@@ -63,7 +63,10 @@ class Frame:
         parameters: Those that train.
         masks: Elements that count, bool of a parameter's shape, where not all do.
         steps: All that counts them.
-        layout, places, live: The flat index space, as ops take it, and which of its elements count.
+        device: Where everything lies.
+        layout: The flat index space.
+        places: The same, as ops take it.
+        live: Which of its elements count.
         coefficients: What kernels multiply with.
         scaling: Clipping and loss scales.
         under_ddp: What DistributedDataParallel does.
