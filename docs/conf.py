@@ -28,7 +28,10 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     (r"py:.*", r"(torch|nn|dist|os|MPI|collections|contextlib|enum|pathlib|typing)\..*"),
     (r"py:.*", r"Tensor|DeviceMesh|RemovableHandle|TypeError, ValueError"),
     # Kinds of tensors that ops take: of which dtype and shape, stands beside each.
-    (r"py:class", r"(Any)?Floats|Doubles|DoublePerBlock|PerBlock|PerElement|Table|Bits|Headers|Counters|Indices|Flag|Moment|Sizes"),
+    (
+        r"py:class",
+        r"(Any)?Floats|Doubles|(Double)?Per(Block|Element)|Table|Bits|Headers|Counters|Indices|Flag|Moment|Sizes",
+    ),
     # Behind TYPE_CHECKING, or a type variable.
     (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),
     # What no user names.

@@ -181,11 +181,9 @@ def lamb_move_kernel(
     if (tl.load(skip) == 0) & (row != 1):
         i = io.elements(BLOCK_SIZE)
         t, k = io.tensor_of(b, places.block_tensor, coef)
-        exp_avg = Stored(moments.exp_avg, moments.exponents)
         exponents = None if moments.exponents is None else moments.exponents + moments.exponents_stride
-        exp_avg_sq = Stored(moments.exp_avg_sq, exponents)
-        m = io.load(exp_avg, b, i, True, BLOCK_SIZE)
-        v = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
+        m = io.load(Stored(moments.exp_avg, moments.exponents), b, i, True, BLOCK_SIZE)
+        v = io.load(Stored(moments.exp_avg_sq, exponents), b, i, False, BLOCK_SIZE)
         update = rules.preconditioned(m, v, k, EPS_INSIDE_SQRT)
         mask = io.counting(places.live, row, i, BLOCK_SIZE)
         place = users.place_of(params_table, tensors, t, places.block_start, b, BLOCK_SIZE)

@@ -83,7 +83,7 @@ def explaining(kind: type[_T]) -> type[_T]:
     return kind
 
 
-def taken(optimizer: type[Any], constructor: Callable[..., None], named: Mapping[str, Any]) -> dict[str, Any]:
+def taken(cls: type[Any], constructor: Callable[..., None], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of an optimizer without those that are as torch's optimizers have them by default.
 
     Raises:
@@ -98,8 +98,8 @@ def taken(optimizer: type[Any], constructor: Callable[..., None], named: Mapping
         elif name in ("fused", "foreach") and value is False:
             continue  # what torch would do is not done here anyway
         elif name not in torchs or type(value) is not type(torchs[name].default) or value != torchs[name].default:
-            instead = _instead(name, value, _places(own, optimizer.kind.settings))
-            raise TypeError(f"{optimizer.__name__} got an unexpected keyword argument {name!r}: {instead}")
+            instead = _instead(name, value, _places(own, cls.kind.settings))
+            raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}: {instead}")
     return kept
 
 

@@ -21,7 +21,7 @@ from .header import KEY
 from .hyper_parameters import HyperParameters
 from .interrupts import SignalsWait
 from .options import check_group, numbers
-from .scaling import NO_SCALE, SCALER_ATTRIBUTES, LossScale
+from .scaling import SCALER_ATTRIBUTES, LossScale
 from .settings import NUMERICS, WIRE, Params, Ranks
 from .sharding import group_of, model_ranks
 from .state import growing, loading, saving
@@ -242,9 +242,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
         """Take a step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
-        told = vars(self)
-        scaled = "grad_scale" in told or "found_inf" in told
-        self.frame.loss_scale = LossScale.of(self) if scaled else NO_SCALE
+        self.frame.loss_scale = LossScale.of(self)
         self.algorithm.check_step()
         with SignalsWait():
             try:
