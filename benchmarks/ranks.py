@@ -26,7 +26,7 @@ from .timing import Call, on_host, samples_by_turns, summary
 WORLD_SIZE = 2
 LIMITS = {"OneBitAdam, native": 1.6, "OneBitLamb, native": 2.2, "OneBitAdam, plain": 8.0, "OneBitLamb, plain": 8.0}
 """Times AdamW(fused=True)."""
-SMALLER = {1 << 20: 2.0, 100_000: 3.0}
+SMALLER = {1 << 20: 2.0, 100_000: 2.5}
 """The same of OneBitAdam, by parameters."""
 THREADS, LIMIT_OF_THREADS = 2, 0.75
 """A rank's, and the share of the time of one thread that they may take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
@@ -69,12 +70,17 @@ def compiled(report: Report) -> None:
     report.note("our ops are opaque to the compiler: a ratio of 1, but for noise")
 
 
+Judged = Callable[[float], str | None]
 COMPILED = {"optimizer": "<24", "eager ms": ">9.3f", "compiled ms": ">11.3f", "ratio": ">7.3f"}
 
 
-def add_compiled(table: Table, name: str, ours: Step, rounds: int | None) -> None:
-    """Adds the row of one of our optimizers."""
-    _compare(table, name, ours, ours.compiled(), rounds)
+def _unjudged(ratio: float) -> str | None:
+    return None
+
+
+def add_compiled(table: Table, name: str, ours: Step, rounds: int | None, judged: Judged = _unjudged) -> None:
+    """Adds the row of one of our optimizers; ``judged`` says of the ratio whether it is within a limit."""
+    _compare(table, name, ours, ours.compiled(), rounds, judged)
     ours.check()
 
 
@@ -104,10 +110,11 @@ def _eager(report: Report) -> None:
         add("torch.compile of eager", fast, time.perf_counter() - began)
 
 
-def _compare(table: Table, name: str, eager: Call, fast: Call, rounds: int | None) -> None:
+def _compare(table: Table, name: str, eager: Call, fast: Call, rounds: int | None, judged: Judged = _unjudged) -> None:
     torch._dynamo.reset()  # a graph for each optimizer: torch stops at eight
     fast()  # compiles
     timed = time_by_turns({"eager": eager, "compiled": fast}, rounds=rounds or 11, warmup=2)
     medians = [timing.median for timing in timed.values()]
     ratio = medians[1] / medians[0]
-    table.add(optimizer=name, **{"eager ms": medians[0], "compiled ms": medians[1], "ratio": ratio})
+    row = {"eager ms": medians[0], "compiled ms": medians[1], "ratio": ratio}
+    table.add(optimizer=name, **row, limit=judged(ratio))

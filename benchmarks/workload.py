@@ -285,10 +285,7 @@ class Workload:
 
     def apply_momentum(self) -> partial[None]:
         v = None if self.preconditioned else self._divisor()
-        arguments = (
-            *(self.params, self.places, self._signs(), v, self.coef),
-            *(self.skip, None, self._sum()),
-        )
+        arguments = (self.params, self.places, self._signs(), v, self.coef, self.skip, None, self._sum())
         *_, steps, updates = self._clock()
         count = Count(None, updates, None, None, int(Flag.VETO), int(Flag.MISMATCH))
         return partial(ops.apply_momentum, *arguments, None, count, steps)
@@ -320,15 +317,10 @@ class Workload:
         )
 
     def lamb_move(self) -> partial[None]:
-        arguments = (
-            *(self.params, self.places, self._moments(), False, self.coef),
-            *(self.skip, None),
-        )
-        return partial(ops.lamb_move, *arguments)
+        return partial(ops.lamb_move, self.params, self.places, self._moments(), False, self.coef, self.skip, None)
 
     def lamb_ratio(self) -> partial[None]:
-        layout, _blocks = self.layout, self.layout.n_blocks
-        fresh = torch.rand(layout.numel, device=self.device) + 0.5
+        fresh = torch.rand(self.layout.numel, device=self.device) + 0.5
         arguments = (
             *(self.params, self.places, self._signs(), self._signs(), self._divisor(), fresh, self.started),
             *(self.preconditioned, False, self.coef, self.skip, Ratios(self.largest, None)),
@@ -384,7 +376,7 @@ class Workload:
         return partial(ops.place_owned, arrived, self._bytes(self.world_size), own)
 
     def add_values(self) -> partial[None]:
-        _layout, values = self.layout, torch.zeros(self.layout.numel, device=self.device)
+        values = torch.zeros(self.layout.numel, device=self.device)
         return partial(ops.add_values, self.params, self.places, values, False, self.skip, None)
 
     def local_step(self) -> partial[None]:
@@ -404,11 +396,7 @@ class Workload:
         arguments = (
             *(self.places, self._bytes(self.world_size)),
             *(self._scale(0.1, self.layout.n_blocks), None, None, v if self.preconditioned else None, False),
-            *(
-                Coefficients.of(self.coef),
-                m,
-                self._scale(0.0, self.layout.n_blocks),
-            ),
+            *(Coefficients.of(self.coef), m, self._scale(0.0, self.layout.n_blocks)),
         )
         return partial(ops.rebuild_momentum, *arguments)
 

@@ -187,7 +187,25 @@ class AdaptiveMarsit(Marsit):
     settings: ClassVar[type[Options]] = MarsitAdamOptions
 
 
-class MarsitSGD(DistributedOptimizer):
+class MarsitOptimizer(DistributedOptimizer):
+    """What ``MarsitSGD`` and ``MarsitAdam`` tell of their compensation."""
+
+    algorithm: Marsit
+
+    def stats(self, layers: bool = False, *, compensation: bool = False) -> dict[str, Any]:
+        """Return what all optimizers tell; with ``compensation`` also compensation_norm, for one pass over it.
+
+        If that grows and grows, ``global_ratio`` is too small.
+        """
+        told = super().stats(layers)
+        return told | {"compensation_norm": self.algorithm.compensation_norm()} if compensation else told
+
+    def compensation(self, param: Tensor) -> Tensor:
+        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
+        return self.algorithm.compensation(param)
+
+
+class MarsitSGD(MarsitOptimizer):
     r"""SGD with momentum whose workers agree at one bit per parameter on every hop (Marsit, Algorithm 2).
 
     Each worker makes its own update, adds what earlier rounds owe it, and sends the signs; on its way
@@ -226,7 +244,6 @@ class MarsitSGD(DistributedOptimizer):
     """
 
     kind = Marsit
-    algorithm: Marsit
 
     def __init__(
         self,
@@ -247,20 +264,8 @@ class MarsitSGD(DistributedOptimizer):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)
 
-    def stats(self, layers: bool = False, *, compensation: bool = False) -> dict[str, Any]:
-        """Return what all optimizers tell; with ``compensation`` also compensation_norm, for one pass over it.
 
-        If that grows and grows, ``global_ratio`` is too small.
-        """
-        told = super().stats(layers)
-        return told | {"compensation_norm": self.algorithm.compensation_norm()} if compensation else told
-
-    def compensation(self, param: Tensor) -> Tensor:
-        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
-        return self.algorithm.compensation(param)
-
-
-class MarsitAdam(DistributedOptimizer):
+class MarsitAdam(MarsitOptimizer):
     r"""AdamW whose workers agree at one bit per parameter on every hop; see ``MarsitSGD``.
 
     Moments are this worker's own, of its own gradients; what is agreed on is the update
@@ -273,7 +278,6 @@ class MarsitAdam(DistributedOptimizer):
     """
 
     kind = AdaptiveMarsit
-    algorithm: AdaptiveMarsit
 
     def __init__(
         self,
@@ -294,15 +298,3 @@ class MarsitAdam(DistributedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         super().__init__(params, defaults, **shared, topology=topology, rounds=rounds, max_grad_norm=max_grad_norm)
-
-    def stats(self, layers: bool = False, *, compensation: bool = False) -> dict[str, Any]:
-        """Return what all optimizers tell; with ``compensation`` also compensation_norm, for one pass over it.
-
-        If that grows and grows, ``global_ratio`` is too small.
-        """
-        told = super().stats(layers)
-        return told | {"compensation_norm": self.algorithm.compensation_norm()} if compensation else told
-
-    def compensation(self, param: Tensor) -> Tensor:
-        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
-        return self.algorithm.compensation(param)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ...comm import MarsitAllReduce, Part, Topology, Transport
 from ...comm.rounds import RoundAllReduce
-from ...core.optimizer import DistributedOptimizer
 from ...core.options import check_choice, check_count
 from ...core.settings import NUMERICS, Numerics, Options
-from ...optim.marsit import Marsit
+from ...optim.marsit import Marsit, MarsitOptimizer
 from ...optim.marsit_state import LocalOptions
 from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
 
@@ -84,7 +83,7 @@ class AdaptiveBaseline(Baseline):
     settings: ClassVar[type[Options]] = BaselineAdamOptions
 
 
-class BaselineSGD(DistributedOptimizer):
+class BaselineSGD(MarsitOptimizer):
     """SGD with momentum whose workers agree as one of Marsit's baselines does; plain torch, not made for speed.
 
     Args:
@@ -105,7 +104,6 @@ class BaselineSGD(DistributedOptimizer):
     """
 
     kind = Baseline
-    algorithm: Baseline
 
     def __init__(
         self,
@@ -128,16 +126,11 @@ class BaselineSGD(DistributedOptimizer):
         settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
         super().__init__(params, defaults, process_group=process_group, **settings)
 
-    def compensation(self, param: Tensor) -> Tensor:
-        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
-        return self.algorithm.compensation(param)
 
-
-class BaselineAdam(DistributedOptimizer):
+class BaselineAdam(MarsitOptimizer):
     """AdamW whose workers agree as one of Marsit's baselines does; see ``BaselineSGD`` and ``MarsitAdam``."""
 
     kind = AdaptiveBaseline
-    algorithm: AdaptiveBaseline
 
     def __init__(
         self,
@@ -160,7 +153,3 @@ class BaselineAdam(DistributedOptimizer):
         settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding}
         settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
         super().__init__(params, defaults, process_group=process_group, **settings)
-
-    def compensation(self, param: Tensor) -> Tensor:
-        """Return this rank's compensation c of one parameter, float32 of its shape; zeros after full precision."""
-        return self.algorithm.compensation(param)
