@@ -281,19 +281,20 @@ class CompressedAllReduce(Receiver):
             writes,
         )
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
-        self.exchange(compress, told)
-        self.receive(told)
-
     def exchange(self, compress: Compress, told: Told) -> None:
-        """Compress, average, and gather the servers' messages, which ``receive`` is to take up."""
+        """Do all of ``synchronise`` but ``receive``."""
         self.write(compress, told)
-        self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)  # line 8
+        self.send()
         self.serve(told)
-        self.transport.all_gather(self.gathered.buffer, self.served.buffer)  # line 11
+        self.gather()
+
+    def send(self) -> None:
+        self.transport.all_to_all(self.gathered.buffer, self.to_servers.buffer)
+
+    def gather(self) -> None:
+        self.transport.all_gather(self.gathered.buffer, self.served.buffer)
 
     def write(self, compress: Compress, told: Told) -> None:
-        """Write this rank's messages to the servers (1-bit LAMB's Algorithm 1, lines 6 and 7: 1-bit Adam's)."""
         self._keep(tuple(told.missing))
         self.hold = self._no_flags if told.hold is None else told.hold
         self.found = self._found if told.pending is None else told.pending
@@ -304,7 +305,6 @@ class CompressedAllReduce(Receiver):
         self._finish(told)
 
     def serve(self, told: Told) -> None:
-        """Average what has arrived in ``gathered``, and write this server's message (line 10)."""
         # A header damaged on its way here is seen here only: pass on what was seen.
         header = self._header(told, 0, self._agreed, counts=False)
         words = self.to_servers.words[self.transport.rank]

@@ -17,7 +17,6 @@ from ..triton_kernels.nouns import Coefficients
 from .absent import absent_on_all
 from .allreduce import CompressedAllReduce
 from .message import Told
-from .reducer import Compress
 from .transport import Transport
 
 
@@ -26,8 +25,14 @@ class AloneAllReduce(CompressedAllReduce):
 
     serves = False
 
-    def exchange(self, compress: Compress, told: Told) -> None:
-        self.write(compress, told)
+    def send(self) -> None:
+        """Send nothing: what was written is the result."""
+
+    def serve(self, told: Told) -> None:
+        """Serve nobody."""
+
+    def gather(self) -> None:
+        """Receive nothing."""
 
     def receive(self, told: Told) -> None:
         self._end(told)

@@ -19,7 +19,7 @@ from .absent import Kept
 from .error_feedback import ErrorFeedback
 from .message import Messages, Told, describe_mismatch
 from .partition import Part
-from .reducer import Reducer
+from .reducer import Compress, Reducer
 from .shards import ShardGroup
 from .squares import Rows, SharedSquares, by_tensor
 from .transport import Transport
@@ -124,6 +124,37 @@ class FeedbackReducer(Reducer):
     def digests(self) -> list[int]:
         """Return the checksums of the last messages that the next ones carry, by part; waits for the device."""
         return [0] * len(self.parts) if self.digest is None else folded(self.digest).tolist()
+
+    def synchronise(self, compress: Compress, told: Told) -> None:
+        """Compress, exchange, and leave the result in ``bits`` and ``scale``; lines as in 1-bit LAMB's Algorithm 1."""
+        self.write(compress, told)  # lines 6 and 7
+        self.send()  # line 8
+        self.serve(told)  # line 10
+        self.gather()  # line 11
+        self.receive(told)  # line 13: m
+
+    @abstractmethod
+    def write(self, compress: Compress, told: Told) -> None:
+        """Write this rank's messages to the servers: ``compress`` makes their bits and keeps residuals, then scales."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Send to each server its message, and receive those to this one."""
+
+    @abstractmethod
+    def serve(self, told: Told) -> None:
+        """Average what has arrived, and write this server's message: its bits, what it keeps, then scales."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Receive all servers' messages."""
+
+    @abstractmethod
+    def receive(self, told: Told) -> None:
+        """Take up the servers' messages: the result's scales, and the verdict on the step.
+
+        Where this step is held back the bits of the last result are here again: servers have kept them.
+        """
 
     @abstractmethod
     def set_live(self, live: LiveTable) -> None:

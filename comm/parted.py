@@ -181,40 +181,44 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         """Tell whether all buckets travel in two collectives, because no rank starts one before the step."""
         return self.serves
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
-        """Average the buckets that have not been started, the last one first; the step skips all buckets or none."""
-        if self.together:
-            self._exchange_together(compress, told)
-        else:
-            for bucket in reversed(range(self.count)):
-                if bucket not in self.under_way:
-                    self.start(bucket, compress, told)
+    def write(self, compress: Compress, told: Told) -> None:
+        """Write all buckets' messages, the last one's first; or average those that have not been started."""
+        for bucket, part in reversed(list(enumerate(self.parts))):
+            if self.together:
+                part.write(compress, self._told(part, told))
+            elif bucket not in self.under_way:
+                self.start(bucket, compress, told)
         self.under_way.clear()
-        absent = [part.absent for part in self.parts if part.absent is not None]
-        self.absent = torch.stack(absent).any(0) if absent else None
-        self.hold = self._no_flags if told.hold is None else told.hold
-        self.receive(told)
 
-    def _exchange_together(self, compress: Compress, told: Told) -> None:
-        """Average all buckets in one exchange, their messages one behind the other."""
-        world_size = self.transport.world_size
-        for part in reversed(self.parts):
-            part.write(compress, self._told(part, told))
-        sent, arrived = self._together
-        torch.stack([part.to_servers.buffer for part in self.parts], 1, out=sent)
-        of_parts = self.gathered.buffer.view(self.count, world_size, -1)
-        self.transport.all_to_all(arrived.view(world_size, -1), sent.view(world_size, -1))
-        of_parts.copy_(arrived.transpose(0, 1))
-        for part in self.parts:
+    def send(self) -> None:
+        if self.together:
+            sent, arrived = self._together
+            torch.stack([part.to_servers.buffer for part in self.parts], 1, out=sent)
+            self.transport.all_to_all(arrived.view(len(arrived), -1), sent.view(len(sent), -1))
+            self._of_parts().copy_(arrived.transpose(0, 1))
+
+    def serve(self, told: Told) -> None:
+        for part in self.parts if self.together else ():
             part.serve(self._told(part, told))
-        self.transport.all_gather(arrived.view(world_size, -1), self.served.buffer.view(1, -1))
-        of_parts.copy_(arrived.transpose(0, 1))
+
+    def gather(self) -> None:
+        if self.together:
+            _, arrived = self._together
+            self.transport.all_gather(arrived.view(len(arrived), -1), self.served.buffer.view(1, -1))
+            self._of_parts().copy_(arrived.transpose(0, 1))
+
+    def _of_parts(self) -> Tensor:
+        """Return all buckets' messages as they lie in ``gathered``: [buckets, ranks, bytes]."""
+        return self.gathered.buffer.view(self.count, self.transport.world_size, -1)
 
     def receive(self, told: Told) -> None:
-        """Receive all buckets together: headers, scales and the verdict.
+        """Receive all buckets together: headers, scales and the verdict. The step skips all buckets or none.
 
         One rank alone without a server has no messages: it combines the buckets' flags and checks the guard's limit.
         """
+        absent = [part.absent for part in self.parts if part.absent is not None]
+        self.absent = torch.stack(absent).any(0) if absent else None
+        self.hold = self._no_flags if told.hold is None else told.hold
         if self.serves:
             super().receive(told)
             return
@@ -286,13 +290,25 @@ class HierarchicalAllReduce(PartedAllReduce):
         if self._octaves is not None:
             self.octaves = self._octaves[:, self._part.blocks]
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
+    def write(self, compress: Compress, told: Told) -> None:
         self.kept = []
         if told.missing:  # the bits and the scales of the whole result, as parts keep theirs
             rows = absence(self.layout, told.missing, self.device).rows
             self.kept = [Kept(rows, self.places.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
+        self.parts[0].write(compress, told)
+
+    def send(self) -> None:
+        self.parts[0].send()
+
+    def serve(self, told: Told) -> None:
+        self.parts[0].serve(told)
+
+    def gather(self) -> None:
+        self.parts[0].gather()
+
+    def receive(self, told: Told) -> None:
         part, before = self.parts[0], self.scale.clone()
-        part.synchronise(compress, told._replace(limit=None))
+        part.receive(told._replace(limit=None))
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
         self.heard(self.gathered.front if told.sums else self.gathered.buffer)

@@ -52,10 +52,6 @@ class Receiver(FeedbackReducer):
         raise NotImplementedError
 
     def receive(self, told: Told) -> None:
-        """Take up the servers' messages in ``gathered``: m of line 13.
-
-        Where this step is held back the bits of the last result are here again: servers have kept them.
-        """
         assert self.digest is not None
         limit = self._limit(told)
         summed = self.gathered.front if told.sums else self.gathered.buffer

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .optim.adamw import AdamW
     from .optim.lamb import Lamb
     from .optim.lion import OneBitLion
-    from .optim.marsit import MarsitAdam, MarsitSGD, Rounds
+    from .optim.marsit import MarsitAdam, MarsitSGD
+    from .optim.marsit_options import Rounds
     from .optim.onebit_lamb import OneBitLamb
     from .optim.zero_one import ZeroOneAdam
 
@@ -79,7 +80,8 @@ _HOMES = {
     ".optim.adamw": ["AdamW"],
     ".optim.lamb": ["Lamb"],
     ".optim.lion": ["OneBitLion"],
-    ".optim.marsit": ["MarsitAdam", "MarsitSGD", "Rounds"],
+    ".optim.marsit": ["MarsitAdam", "MarsitSGD"],
+    ".optim.marsit_options": ["Rounds"],
     ".optim.onebit_lamb": ["OneBitLamb"],
     ".optim.zero_one": ["ZeroOneAdam"],
     "": ["checkpoint", "comm", "core", "deepspeed", "errors", "integrations", "optim", "triton_kernels"],

@@ -13,16 +13,16 @@ from fusedonebit.core.optimizer import DistributedOptimizer
 
 def whole_state(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """Everything that the next step reads, in the optimizer's own order and units; residuals formed."""
-    reduce = optimizer.algorithm.reducer
+    reduce = optimizer.algorithm.exchange.reducer
     reduce.settle()
-    tensors = {spec.name: spec.tensor(optimizer.algorithm) for spec in optimizer.algorithm.specs() if not spec.of_rank}
+    tensors = {kept.name: kept.tensor for kept in optimizer.algorithm.kept() if kept.wanted and not kept.of_rank}
     tensors |= {
-        "v": optimizer.algorithm.exp_avg_sq,
+        "v": optimizer.algorithm.moments.exp_avg_sq,
         "step": optimizer.frame.steps.of_each,
         "scale": reduce.scale,
         "bits": reduce.bits,
     }
-    tensors |= {"c": optimizer.algorithm.exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
+    tensors |= {"c": optimizer.algorithm.moments.exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
     state = {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
     state["x"] = flat(parameters(optimizer))
     state["digests"] = np.array(reduce.digests)
@@ -31,7 +31,7 @@ def whole_state(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
 
 def conserved(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """m, this rank's e and its part of E, by flat index, in the unit in which they are compressed."""
-    reduce, layout = optimizer.algorithm.reducer, optimizer.frame.layout
+    reduce, layout = optimizer.algorithm.exchange.reducer, optimizer.frame.layout
     state = whole_state(optimizer)
     ranks, inside = optimizer.frame.ranks.transport.world_size, 1
     if optimizer.frame.ranks.levels is not None:

@@ -63,14 +63,14 @@ def refusing(optimizer: DistributedOptimizer, every: int) -> DistributedOptimize
     """Let the guard ask for a re-warm-up after so many compressed updates, as if it had refused one, and else never."""
 
     def after_step(optimizer: Any, *_: Any) -> None:
-        optimizer.algorithm._guard._times = math.inf
+        optimizer.algorithm.compression.guard._times = math.inf
         if (
             optimizer.phase == "compression"
             and optimizer.frame.steps.outcomes.updates >= optimizer.algorithm.warm_up.ended_at + every
         ):
             optimizer.frame.steps.outcomes.veto_at = 0
 
-    optimizer.algorithm._guard._times = math.inf
+    optimizer.algorithm.compression.guard._times = math.inf
     optimizer.register_step_post_hook(after_step)
     return optimizer
 

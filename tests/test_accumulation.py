@@ -43,7 +43,7 @@ def accumulate(model: nn.Module, rank: int, step: int, micros: int) -> None:
 
 def signs_sent(optimizer: DistributedOptimizer) -> Tensor:
     """Of the last step: this rank's to the servers, then all of the result's."""
-    reduce = optimizer.algorithm.reducer
+    reduce = optimizer.algorithm.exchange.reducer
     return torch.cat([reduce.to_servers.bits.flatten(), reduce.gathered.bits.flatten()])
 
 

@@ -363,7 +363,7 @@ def test_steps_that_fail_and_graphs_that_are_replayed_count_no_elements_again():
         with pytest.raises(RuntimeError, match="but now is"):
             optimizer.step()
     params[0].data = still
-    optimizer.algorithm.elements.in_replays.fill_(PARTLY)  # as a replay on such gradients leaves it
+    optimizer.algorithm.stage.elements.in_replays.fill_(PARTLY)  # as a replay on such gradients leaves it
     for step in range(2):
         gradients(params, step)
         optimizer.step()

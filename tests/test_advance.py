@@ -14,7 +14,7 @@ from backends import assert_equal_backends, problem
 from optimizers import MAKE, construct, objects
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLion
-from fusedonebit.core.compressing import Compressing
+from fusedonebit.core.exchange import Exchange
 from fusedonebit.triton_kernels import Coef, Group, advance, apply_momentum, finish
 from fusedonebit.triton_kernels.nouns import NOT_COUNTED, Count
 from fusedonebit.triton_kernels.op import launches
@@ -251,7 +251,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
     optimizer = MAKE[name]([{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}], 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     compared, renewed, of_round = [], [], []
-    table, synchronise = type(optimizer.algorithm).coefficient_table, Compressing._synchronise
+    table, received = type(optimizer.algorithm).table, Exchange.received
 
     def compare(kept, made, but=()):
         columns = [column for column in Coef if column not in but]
@@ -262,13 +262,13 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
         coefficients = self.frame.coefficients
         made = coefficients.fresh(self.frame.hyper.taken, coefficients._made)
         compare(kept, made, RENEWED if coefficients.renews else ())
-        if not getattr(self, "_local", 0):
+        if not getattr(getattr(self, "round", None), "local", 0):
             of_round.clear()
         of_round.append(made)
         return kept
 
-    def exchanged(self, compress, told, coef):
-        result = synchronise(self, compress, told, coef)
+    def exchanged(self, coef):
+        result = received(self, coef)
         coefficients = self.frame.coefficients
         if coefficients.renews:
             made = coefficients.fresh(self.frame.hyper.taken, coefficients._made)
@@ -280,8 +280,8 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(optimizer.algorithm), "coefficient_table", begun)
-        patch.setattr(Compressing, "_synchronise", exchanged)
+        patch.setattr(type(optimizer.algorithm), "table", begun)
+        patch.setattr(Exchange, "received", exchanged)
         for i in range(9):
             for p in params[: 1 + (i % 4 > 0)]:
                 p.grad = torch.randn(p.shape, generator=generator)
@@ -301,12 +301,12 @@ def test_columns_that_the_step_has_written_are_gone_in_the_next():
     p.grad = torch.ones(4)
     optimizer.step()
     assert optimizer.stats(layers=True)["layers"]["coefficient"] != [1.0]
-    assert optimizer.algorithm.coefficient_table()[0, Coef.STEP_SIZE] == 0.5
+    assert optimizer.algorithm.table()[0, Coef.STEP_SIZE] == 0.5
 
 
 def test_lions_share_of_the_gradient_is_negative_where_it_maximises():
     p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = OneBitLion([{"params": [p]}, {"params": [q], "maximize": True}], betas=(0.9, 0.75))
-    assert optimizer.algorithm.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
+    assert optimizer.algorithm.table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
     adam = OneBitAdam([{"params": [q], "maximize": True}], betas=(0.5, 0.75), **objects())
-    assert adam.algorithm.coefficient_table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]
+    assert adam.algorithm.table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]

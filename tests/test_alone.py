@@ -184,7 +184,7 @@ def take(params: list[Parameter], optimizer: torch.optim.Optimizer, steps: range
 
 def whole(optimizer: DistributedOptimizer) -> Tensor:
     """m + e + E, all that is conserved, in float64."""
-    reduce = optimizer.algorithm.reducer
+    reduce = optimizer.algorithm.exchange.reducer
     reduce.settle()
     server = reduce.server_residual.double().reshape(-1) if reduce.serves else 0.0
     return reduce.result().double() + reduce.worker_residual.double() + server
@@ -199,12 +199,12 @@ SERVED = Numerics(serve_alone=True)
 @pytest.mark.parametrize("wire", [Wire(), Wire(buckets=2), Wire(overlap=True)], ids=["plain", "buckets", "overlap"])
 def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
     params, optimizer = trained(kind, **ADAM, wire=wire, numerics=Numerics(precondition=False))
-    assert not optimizer.algorithm.reducer.serves
-    unit = optimizer.algorithm.coefficient_table()[:, Coef.UNIT].double()[
-        optimizer.algorithm.reducer.places.block_tensor.long()
+    assert not optimizer.algorithm.exchange.reducer.serves
+    unit = optimizer.algorithm.table()[:, Coef.UNIT].double()[
+        optimizer.algorithm.exchange.reducer.places.block_tensor.long()
     ]
     for step in range(6, 9):
-        before, m = whole(optimizer), optimizer.algorithm.reducer.result().double()
+        before, m = whole(optimizer), optimizer.algorithm.exchange.reducer.result().double()
         take(params, optimizer, range(step, step + 1))
         random = torch.Generator().manual_seed(step)
         gradient = flat(optimizer.frame.layout, [torch.randn(p.shape, generator=random).view(-1) for p in params])
@@ -216,16 +216,16 @@ def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
 def test_residuals_of_a_server_go_to_the_worker_where_there_is_none_any_more(kind):
     options = ADAM if kind is OneBitAdam else rounds_of_one()
     _, served = trained(kind, numerics=SERVED, **options)
-    assert bool(served.algorithm.reducer.server_residual.any())
+    assert bool(served.algorithm.exchange.reducer.server_residual.any())
     expected, state = whole(served), served.state_dict()
     _, alone = trained(kind, 0, state=copy.deepcopy(state), **options)
     torch.testing.assert_close(whole(alone), expected, rtol=1e-6, atol=1e-7)
     _, again = trained(kind, 0, state=alone.state_dict(), numerics=SERVED, **options)  # and back
-    assert not again.algorithm.reducer.server_residual.any()
+    assert not again.algorithm.exchange.reducer.server_residual.any()
     torch.testing.assert_close(whole(again), expected, rtol=1e-6, atol=1e-7)
     _, used = trained(kind, 9, seed=4, numerics=SERVED, **options)
     used.load_state_dict(alone.state_dict())
-    assert not used.algorithm.reducer.server_residual.any()
+    assert not used.algorithm.exchange.reducer.server_residual.any()
 
 
 def rounds_of_one() -> dict[str, Any]:
@@ -246,6 +246,6 @@ def test_a_run_alone_resumes_bit_for_bit():
 def test_deepspeeds_presets_serve_themselves():
     params = [Parameter(torch.zeros(5))]
     optimizer = OneBitAdam.from_deepspeed(params, {"type": "OneBitAdam", "params": {"freeze_step": 5}})
-    assert optimizer.algorithm.reducer.serves
+    assert optimizer.algorithm.exchange.reducer.serves
     with pytest.raises(ValueError, match="serve_alone must be True or False, got 1"):
         OneBitAdam(params, 1e-3, numerics=Numerics(serve_alone=1))  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def train(rank: int, world_size: int, kind: Any, extra: str, stepped: Collection
     for t in range(CAPTURED, STEPS):
         plain = stepped is None or t in stepped
         run.step(t, optimizer.step if plain else replays[t % 2])
-        told += [t] * (plain and optimizer.algorithm.living.due)
+        told += [t] * (plain and optimizer.algorithm.compression.variance.due)
     stats = optimizer.stats()
     told = [told, *(stats[name] for name in ("renewals", "step", "skipped_steps", "vetoed_steps", "update_norm"))]
     errors = [optimizer.worker_error(p) for p in run.params]
@@ -152,6 +152,6 @@ def test_after_a_load_replays_of_before_count_no_more():
     for t in range(CAPTURED, CAPTURED + 30):
         run.step(t, replay)
     run.optimizer.load_state_dict(saved)
-    since = run.optimizer.algorithm.living.since
+    since = run.optimizer.algorithm.compression.variance.since
     run.step(CAPTURED, run.optimizer.step)
-    assert run.optimizer.algorithm.living.since in (0, since + 1)
+    assert run.optimizer.algorithm.compression.variance.since in (0, since + 1)

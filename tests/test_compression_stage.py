@@ -278,7 +278,7 @@ def test_one_process_without_a_group_compresses_as_algorithm_1_says(serve_alone)
         after = observe(optimizer)
         worst = max(worst, float(np.abs(after["m"] / spec.m - 1).max()), float(np.abs(after["x"] - spec.x).max()))
     assert optimizer.phase == "compression"
-    assert optimizer.algorithm.reducer.serves == serve_alone
+    assert optimizer.algorithm.exchange.reducer.serves == serve_alone
     stats = optimizer.stats()
     print(f"W=1: deviation from Algorithm 1 in 20 steps: {worst:.1e} (limit 1e-6)")
     assert worst <= 1e-6

@@ -142,9 +142,9 @@ def conserved(optimizer: DistributedOptimizer) -> Tensor:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total / dist.get_world_size()
-    residual = torch.zeros_like(optimizer.algorithm.exp_avg)
-    optimizer.algorithm.reducer.take_residuals(residual)
-    total = optimizer.algorithm.reducer.result().double() + residual.double()
+    residual = torch.zeros_like(optimizer.algorithm.moments.exp_avg)
+    optimizer.algorithm.exchange.reducer.take_residuals(residual)
+    total = optimizer.algorithm.exchange.reducer.result().double() + residual.double()
     parts = [
         optimizer.frame.parameters.shaped(total, i, optimizer.frame.layout.offset(i))
         for i in range(len(owners(optimizer)))

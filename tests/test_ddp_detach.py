@@ -295,7 +295,7 @@ def forgotten(rank: int, world_size: int, how: str) -> tuple[int, list[bool]]:
             handle.detach()
         assert len(_global_optimizer_pre_hooks) == hooks
         del handle
-    gone = [weakref.ref(each) for each in (model, optimizer, optimizer.algorithm.exp_avg_sq)]
+    gone = [weakref.ref(each) for each in (model, optimizer, optimizer.algorithm.moments.exp_avg_sq)]
     if how == "the handle is kept":
         del model
         gc.collect()

@@ -84,7 +84,7 @@ def steps(
 
 def as_told(optimizer: Any) -> list[bool]:
     """Whether the digests of the reducer's parts are those of all messages, and of updates done before."""
-    reducer, skipped = optimizer.algorithm.reducer, bool(optimizer.algorithm.reducer.flags)
+    reducer, skipped = optimizer.algorithm.exchange.reducer, bool(optimizer.algorithm.exchange.reducer.flags)
     updates = int(optimizer.frame.steps.updates) - (not skipped)
     if getattr(reducer, "values", None) is not None:  # floats, and headers that have travelled before
         received = [torch.cat([reducer.values.view(torch.int64), reducer.arrived_heads.view(torch.int64).view(-1)])]

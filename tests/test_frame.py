@@ -70,7 +70,7 @@ def test_a_load_gives_back_the_memory_of_the_algorithm_before():
     optimizer = AdamW(parameters(), lr=1e-2)
     optimizer.step()
     saved, earlier = copy.deepcopy(optimizer.state_dict()), optimizer.algorithm
-    moments = weakref.ref(earlier.exp_avg)
+    moments = weakref.ref(earlier.moments.exp_avg)
     optimizer.load_state_dict(saved)
     assert moments() is None
     assert optimizer.algorithm is not earlier

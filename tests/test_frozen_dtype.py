@@ -82,7 +82,7 @@ def test_the_guard_reads_it_as_it_reads_float32(name, precondition):
     train(optimizer, range(8))
     assert optimizer.phase == "compression"
     places, coef = optimizer.frame.places, torch.rand(len(optimizer.frame.layout.sizes), len(Coef))
-    v = optimizer.algorithm.exp_avg_sq
+    v = optimizer.algorithm.moments.exp_avg_sq
     half, wide = (update_sums(places, None, each, False, coef) for each in (v, v.float()))
     assert torch.equal(half, wide)
     assert half.sum() > 0

@@ -47,10 +47,10 @@ def test_each_layers_error_is_the_norm_of_its_residual_over_that_of_its_momentum
 def in_units_of_compression(rank: int, transport: Transport):
     optimizer, _ = train("onebit-adam", rank, guard="off", process_group=transport)
     told = optimizer.stats(layers=True)
-    optimizer.algorithm.reducer.settle()
+    optimizer.algorithm.exchange.reducer.settle()
     residual, result, layout = (
-        optimizer.algorithm.reducer.worker_residual,
-        optimizer.algorithm.reducer.result(),
+        optimizer.algorithm.exchange.reducer.worker_residual,
+        optimizer.algorithm.exchange.reducer.result(),
         optimizer.frame.layout,
     )
     parts = [slice(layout.offset(i), layout.offset(i) + n) for i, n in enumerate(layout.sizes)]

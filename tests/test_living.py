@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from fusedonebit import Faults, Freeze, FusedOneBitWarning, Layerwise, Numerics, OneBitAdam, OneBitLamb
 from fusedonebit.comm import Transport
-from fusedonebit.optim.living import STIRS
+from fusedonebit.optim.variance import STIRS
 from fusedonebit.triton_kernels import SCALE_NORMS, rules
 
 SHAPES = ((300,), (20, 9), (40,))
@@ -84,10 +84,10 @@ def test_scales_contract_as_usual_until_the_variance_has_settled():
     optimizer, used = make(betas=(0.9, 0.95)), []
     for t in range(16):
         step(optimizer, t)
-        used.append(optimizer.algorithm.reducer.worker.norm)
+        used.append(optimizer.algorithm.exchange.reducer.worker.norm)
     norms = {name: SCALE_NORMS[name] for name in ("contractive", "relaxed")}
     assert used[5:] == [norms["contractive"]] * 5 + [norms["relaxed"]] * 6
-    assert make(numerics=Numerics(scale_norm="l2")).algorithm.reducer.worker.norm == SCALE_NORMS["l2"]
+    assert make(numerics=Numerics(scale_norm="l2")).algorithm.exchange.reducer.worker.norm == SCALE_NORMS["l2"]
 
 
 def drop_late(optimizer: OneBitAdam, t: int, late_from: int) -> None:
@@ -145,7 +145,7 @@ def test_a_tensor_that_stirs_has_a_variance_soon_although_renewals_are_far_apart
     optimizer, soon = make(), 12
     for t in range(300):
         step(optimizer, t, late_from=1000)
-        if t > 220 and optimizer.algorithm.living.since == 20:  # of 50
+        if t > 220 and optimizer.algorithm.compression.variance.since == 20:  # of 50
             break
     before = optimizer.stats()["renewals"]
     for after in range(1, soon + 1):
@@ -372,10 +372,11 @@ def test_a_checkpoint_loads_while_the_host_is_told_that_a_tensor_stirs(kind):
         step(optimizer, t, late_from=300)
         if t < 300:
             continue
-        told += STIRS in optimizer.algorithm.living.state_dict()
+        variance = optimizer.algorithm.compression.variance
+        told += STIRS in variance.plain_state()["renewals"]
         resumed = make(kind=kind)
         resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-        assert resumed.algorithm.living.state_dict() == optimizer.algorithm.living.state_dict()
+        assert resumed.algorithm.compression.variance.plain_state() == variance.plain_state()
     assert told
 
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from fusedonebit import AdamW, OneBitAdam, OneBitLamb, OneBitLion, Wire, ZeroOneAdam, amp, dcp
-from fusedonebit.optim.averaging import Averaging
+from fusedonebit.optim.averaging import Averaged
 from fusedonebit.optim.policies import FixedRounds
 
 LR, MOST = 1e-2, 0.5
@@ -83,7 +83,7 @@ def expected_norm(optimizer: Any, step: int, replica: int) -> float:
     each = [gradients(step, d) for d in (0, 1)]
     if optimizer.phase == "local":
         return norm_of(each[replica])
-    if isinstance(optimizer.algorithm, Averaging) and optimizer.phase in ("uncompressed", "warmup"):
+    if isinstance(optimizer.algorithm.stage, Averaged):
         return norm_of({name: (each[0][name] + each[1][name]) / 2 for name in WHOLE})
     return (norm_of(each[0]) + norm_of(each[1])) / 2
 

@@ -254,7 +254,11 @@ def on_ranks(rank: int, transport: Transport, options: dict[str, Any]) -> tuple[
     optimizer = OneBitAdam(params(), 1e-3, **objects(guard="off", **options), process_group=transport)
     train(optimizer, range(10), rank)
     assert optimizer.phase == "compression"
-    assert optimizer.algorithm.reducer.server_residual.dtype is optimizer.algorithm.exp_avg.dtype is not torch.float32
+    assert (
+        optimizer.algorithm.exchange.reducer.server_residual.dtype
+        is optimizer.algorithm.moments.exp_avg.dtype
+        is not torch.float32
+    )
     return values(optimizer), optimizer.stats()["state_bytes"] / optimizer.frame.layout.numel
 
 
@@ -324,8 +328,8 @@ def test_a_re_warm_up_goes_on_as_narrow(state):
         train(optimizer, range(9))
         assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)
     assert (
-        half.algorithm.exp_avg.dtype
-        is half.algorithm.exp_avg_sq.dtype
+        half.algorithm.moments.exp_avg.dtype
+        is half.algorithm.moments.exp_avg_sq.dtype
         is {"bf16": torch.bfloat16, "8bit": torch.uint8}[state]
     )
     p, q = (optimizer.param_groups[0]["params"][0] for optimizer in (wide, half))
@@ -345,11 +349,11 @@ def test_a_residual_can_be_looked_at_and_stays_as_it_is(state):
     assert all(e.dtype is torch.float32 for e in found)
     print(f"residuals have the norm {norms[1] / norms[0]:.3f} times that in float32")
     assert 0.9 < norms[1] / norms[0] < 1.1
-    before = [kept.clone() for kept in (optimizer.algorithm.exp_avg, optimizer.algorithm.exp_avg_sq)]
+    before = [kept.clone() for kept in (optimizer.algorithm.moments.exp_avg, optimizer.algorithm.moments.exp_avg_sq)]
     again = [optimizer.worker_error(p) for p in optimizer.param_groups[0]["params"]]
     assert all(map(torch.equal, again, found))
     optimizer.momentum(optimizer.param_groups[0]["params"][0])
-    assert all(map(torch.equal, (optimizer.algorithm.exp_avg, optimizer.algorithm.exp_avg_sq), before))
+    assert all(map(torch.equal, (optimizer.algorithm.moments.exp_avg, optimizer.algorithm.moments.exp_avg_sq), before))
 
 
 def test_what_can_not_be_kept_so_is_refused():

@@ -122,7 +122,7 @@ def test_renewals_are_counted_as_the_optimizer_makes_them():
             p.grad = torch.randn(64, generator=torch.Generator().manual_seed(2 * step + number))
             optimizer.step()
             if number == 0 and step >= 2:
-                seen.append(optimizer.algorithm.living.due)
+                seen.append(optimizer.algorithm.compression.variance.due)
 
     SimulatedGroup(2).run(rank)
     assert [whole.renewals(steps) for steps in range(1, 141)] == [sum(seen[:steps]) for steps in range(1, 141)]

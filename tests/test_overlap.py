@@ -191,7 +191,7 @@ def test_overlap_sends_in_the_backward_pass_in_one_process_too():
         train(model, optimizer, 0, range(STEPS))
         states.append(whole_state(optimizer))
         backward(model, 0, STEPS)
-        under_way = optimizer.algorithm.reducer.under_way
+        under_way = optimizer.algorithm.exchange.reducer.under_way
         assert under_way == ({1, 2} if overlap else set())
     assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
 

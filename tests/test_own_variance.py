@@ -121,13 +121,13 @@ def test_nothing_of_what_workers_want_to_move_is_lost(world_size):
                 d = (v.double() * float(rho[i]) / (1 - BETAS[1] ** t)).sqrt() + 1e-8
                 moved = torch.where(m == before[i], 0.0, m.double())  # what is dropped keeps its momentum
                 steps.append(1e-2 * moved / (1 - BETAS[0] ** t) / d)
-            optimizer.algorithm.reducer.settle()
+            optimizer.algorithm.exchange.reducer.settle()
             seen.append(
                 {
                     "x": flat(parameters(optimizer)).astype(np.float64),
                     "e": flat(owed(optimizer)).astype(np.float64),
                     "u": flat(steps).astype(np.float64),
-                    "E": optimizer.algorithm.reducer.server_residual.double().numpy().copy(),
+                    "E": optimizer.algorithm.exchange.reducer.server_residual.double().numpy().copy(),
                     "ends": np.array(optimizer.algorithm.synchronised),
                 }
             )
@@ -340,7 +340,7 @@ def wrote_and_read(rank: int, world_size: int, folder: str, steps: int, reads: b
     mean = torch.stack(means).double()
     optimizer.frame.ranks.transport.all_reduce(mean)
     total = torch.zeros(optimizer.frame.layout.numel)
-    optimizer.algorithm.reducer.take_residuals(total)
+    optimizer.algorithm.exchange.reducer.take_residuals(total)
     layout = optimizer.frame.layout
     left = torch.cat([total[layout.offset(i) :][:size] for i, size in enumerate(layout.sizes)]).double()
     train_model(model, optimizer, range(20, 24))

@@ -114,8 +114,8 @@ def owed(optimizer: Any, rank: int) -> Tensor:
     if hasattr(optimizer, "compensation"):
         parts = [optimizer.compensation(p).reshape(-1) for p in optimizer.param_groups[1]["params"]]
         return torch.cat(parts) / layout.world_size
-    line = left(optimizer.algorithm.reducer.worker) / layout.world_size
-    for server in optimizer.algorithm.reducer.sides[1:]:
+    line = left(optimizer.algorithm.exchange.reducer.worker) / layout.world_size
+    for server in optimizer.algorithm.exchange.reducer.sides[1:]:
         line.view(layout.world_size, -1)[rank] += left(server)
     return torch.cat([line[layout.offset(i) : layout.offset(i) + layout.sizes[i]] for i in (2, 3)])
 

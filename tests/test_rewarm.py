@@ -120,7 +120,8 @@ def rewarm_once(rank: int, transport, name: str, options: dict) -> dict:
     told = transport.traffic.collectives_total, transport.traffic.bytes_total
     train(optimizer, rank, WARMUP + EVERY, 1, factor=0.0)
     traffic = transport.traffic.collectives_total - told[0], transport.traffic.bytes_total - told[1]
-    residuals = optimizer.algorithm.reducer.worker.compensated, optimizer.algorithm.reducer.server.compensated
+    reducer = optimizer.algorithm.exchange.reducer
+    residuals = reducer.worker.compensated, reducer.server.compensated
     assert not residuals[1].any()
     told = optimizer.stats()
     assert (told["worker_error_norm"], told["server_error_norm"], told["compensated_norm"]) == (0, 0, 0)

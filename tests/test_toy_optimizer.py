@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_one_arguments import lion_arguments
 
 from fusedonebit import dcp, ddp
-from fusedonebit.comm import SignVote, Told
-from fusedonebit.core.compressing import Feedback
+from fusedonebit.comm import SignVote
+from fusedonebit.core.algorithm import Algorithm
+from fusedonebit.core.exchange import VoteExchange
 from fusedonebit.core.frame import Frame
 from fusedonebit.core.optimizer import DistributedOptimizer
-from fusedonebit.core.spec import StateSpec
+from fusedonebit.core.state_tensor import StateTensor
 from fusedonebit.triton_kernels import rule, rules, using, vote_op
 from fusedonebit.triton_kernels.jit import tl
 
@@ -44,27 +45,31 @@ def heavy_ball(m, g, k):
 toy_vote = vote_op("toy_vote", heavy_ball)
 
 
-class MajorityVote(Feedback):
+class MajorityVote(Algorithm):
     """Workers vote on the sign of their momentum."""
 
-    kept = (StateSpec("exp_avg", "element", "exp_avg", of_rank=True),)
     takes_shards = False
-    reducer: SignVote
+    phases = {"one-bit": True}  # noqa: RUF012
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        where = {"device": frame.device, "live": frame.live, "compensated": self.exp_avg}
-        self.reducer = SignVote(frame.layout, frame.ranks.transport, aggregation="majority", **where)
+        self.exp_avg = torch.zeros(frame.layout.numel, device=frame.device)
+        self.exchange = VoteExchange(frame, "majority", self.exp_avg)
+        self.parts = (self.exchange,)
 
-    def _compressed_step(self, grads: Any, agreed: Any, told: Told, coef: torch.Tensor) -> None:
-        frame = self.frame
+    def state(self, compressed: bool) -> tuple[StateTensor]:
+        return (StateTensor("exp_avg", "element", self.exp_avg, of_rank=True),)
+
+    def step(self, grads: Any, coef: torch.Tensor, abort: bool) -> torch.Tensor:
+        frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
 
         def vote(part: SignVote) -> None:
-            hold = part.hold + 1 if told.abort else part.hold
+            hold = part.hold + 1 if abort else part.hold
             where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
             toy_vote(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
 
-        self._apply_momentum(self._synchronise(vote, told, coef))
+        exchange.apply(exchange.synchronise(vote, exchange.told(abort, agreed.hold), coef))
+        return exchange.end()
 
 
 class Signum(DistributedOptimizer):

@@ -160,7 +160,9 @@ def start_on_ranks(rank: int, world_size: int, name: str, saved: dict, freeze_st
             (
                 phase,
                 fingerprint(parameters(optimizer)),
-                fingerprint([s.tensor(optimizer.algorithm) for s in optimizer.algorithm.specs() if s.per == "element"]),
+                fingerprint(
+                    [kept.tensor for kept in optimizer.algorithm.kept() if kept.wanted and kept.per == "element"]
+                ),
             )
         )
     return seen

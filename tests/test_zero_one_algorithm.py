@@ -162,7 +162,7 @@ def run(world_size: int, rounds: tuple[int, ...], steps: int, options: dict, cha
             now |= {"phase": optimizer.phase, "x": line(optimizer, params)}
             now["m"] = line(optimizer, [optimizer.momentum(p) for p in params])
             now["v"] = line(optimizer, [optimizer.state[p]["exp_avg_sq"] for p in params])
-            reduce = optimizer.algorithm.reducer
+            reduce = optimizer.algorithm.exchange.reducer
             if optimizer.phase == "one-bit":
                 now["signs"] = unpack(reduce.to_servers.bits).view(-1).numpy() > 0
                 now["bits"] = unpack(reduce.bits).view(-1).numpy() > 0

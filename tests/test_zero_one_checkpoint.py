@@ -203,7 +203,7 @@ def make_model(**options: Any) -> tuple[torch.nn.Module, ZeroOneAdam]:
 def conserved(optimizer: ZeroOneAdam) -> Tensor:
     """All residuals; takes them out."""
     total = torch.zeros(optimizer.frame.layout.numel)
-    optimizer.algorithm.reducer.take_residuals(total)
+    optimizer.algorithm.exchange.reducer.take_residuals(total)
     layout = optimizer.frame.layout
     return torch.cat([total[layout.offset(i) :][:size] for i, size in enumerate(layout.sizes)]).double()
 

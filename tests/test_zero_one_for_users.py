@@ -47,7 +47,7 @@ def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(options):
         mask = dict(zip(params, masks, strict=True))
         optimizer = make(params, ROUNDS, weight_decay=0.1, mask=mask, process_group=transport, **options)
         train(optimizer, rank, 16)
-        return params, momenta(optimizer), residuals(optimizer), optimizer.algorithm._mean_sq.tolist()
+        return params, momenta(optimizer), residuals(optimizer), optimizer.algorithm.bits.mean_sq.tolist()
 
     for params, m, e, means in SimulatedGroup(2).run(run):
         for p, start, here, residual, mask, mean in zip(params, make_parameters(), m, e, masks, means, strict=True):

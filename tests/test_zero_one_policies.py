@@ -145,7 +145,7 @@ def decays(rank: int, transport: Transport, deepspeed: bool) -> tuple[list[float
         if step < 2:
             with torch.no_grad():
                 p.copy_(start)
-            optimizer.algorithm.exp_avg.zero_()
+            optimizer.algorithm.moments.exp_avg.zero_()
             continue
         ratios.append(float((p.detach().double() / before).mean()))
         momentum.append(float(optimizer.momentum(p).abs().max()))

@@ -19,7 +19,7 @@ from zero_one_rounds import (
 )
 
 from fusedonebit import DisagreementError, Faults, OneBitAdam, ZeroOneAdam, policies
-from fusedonebit.optim.zero_one_state import ZeroOneOptions
+from fusedonebit.optim.zero_one_options import ZeroOneOptions
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 2)
 SCOPES = pytest.mark.parametrize("options", [{}, {"scale_scope": "global", "precondition": False}], ids=str)

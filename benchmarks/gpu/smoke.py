@@ -155,7 +155,7 @@ def replays_equal_steps(name: str, device: torch.device, **options: Any) -> str:
     def step(t: int) -> None:
         stepped.optimizer.step()
         algorithm = stepped.optimizer.algorithm
-        living = algorithm.living if isinstance(algorithm, TwoStage) else None
+        living = algorithm.compression.variance if isinstance(algorithm, TwoStage) else None
         renews.extend([t] * bool(living and living.due))
 
     expected = stepped.train(CAPTURES_AT, CAPTURES_AT + REPLAYS, step)

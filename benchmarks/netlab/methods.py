@@ -153,14 +153,14 @@ class Renewing(OneBit):
 
     def start(self) -> None:
         super().start()
-        self.optimizer.algorithm.living.age = 0
+        self.optimizer.algorithm.compression.variance.age = 0
 
 
 class RenewingOverlapped(Overlapped):
     """The same, overlapped."""
 
     def start(self) -> None:
-        self.optimizer.algorithm.living.age = 0
+        self.optimizer.algorithm.compression.variance.age = 0
 
 
 class Silent(OneBit):
@@ -187,7 +187,7 @@ class Warming(OneBit):
 
 def between_renewals(optimizer: Any) -> None:
     """Make the next step one long after the warm-up, in which no renewal is due."""
-    optimizer.algorithm.living.age, optimizer.algorithm.living.since = FAR, 0
+    optimizer.algorithm.compression.variance.age, optimizer.algorithm.compression.variance.since = FAR, 0
 
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:

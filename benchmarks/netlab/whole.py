@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusedonebit.optim.living import LONGEST, SHARE_OF_AGE
 from fusedonebit.optim.own_variance import EARLY, TOLD_EVERY
+from fusedonebit.optim.variance import LONGEST, SHARE_OF_AGE
 
 from . import equal
 from .hooks import POWER_SGD_START

@@ -55,7 +55,7 @@ T = TypeVar("T")
 def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return what ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
     _check_ranks(optimizer)
-    _check_round(optimizer, optimizer.algorithm.plain_state())
+    _check_round(optimizer, optimizer.algorithm.values())
     return {"model": get_model_state_dict(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
 
 

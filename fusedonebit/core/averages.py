@@ -34,14 +34,9 @@ class Averages:
         self._listed: Listed | None = None
         self._differs = torch.zeros(5, dtype=torch.bool, device=device)
 
-    def room(self) -> Tensor:
-        """Return memory as ``buffer`` needs it, and one element more where that makes whole words of 8 bytes; zeros."""
-        length = self.layout.numel + TAIL + len(self.layout.sizes)
-        return torch.zeros(length + length % 2, device=self.device)[:length]
-
     def make(self) -> Tensor:
         """Make ``buffer``, and return it."""
-        self.buffer, self._listed = self.room(), None
+        self.buffer, self._listed = room_for(self.layout, self.device), None
         return self.buffer
 
     def drop(self) -> None:
@@ -130,6 +125,12 @@ class Averages:
     def held(self) -> list[Tensor]:
         """Return what the next step needs of the last, and what is allocated for it."""
         return [*([] if self.buffer is None else [self.buffer]), self._differs]
+
+
+def room_for(layout: FlatLayout, device: torch.device) -> Tensor:
+    """Return memory as ``buffer`` needs it, and one element more where that makes whole words of 8 bytes; zeros."""
+    length = layout.numel + TAIL + len(layout.sizes)
+    return torch.zeros(length + length % 2, device=device)[:length]
 
 
 def _sum_up(summed: Tensor, flags: Tensor, updates: Tensor, digest: Tensor | None) -> None:

@@ -72,14 +72,12 @@ class Field(NamedTuple):
     """One key of an optimizer's header.
 
     ``required``: whether a checkpoint of its own must have it. ``one_per``: of a list, what it has a value for
-    ("updates": a tensor, whose updates it counts), or "index": its values are indices of tensors. ``at``: the attribute
-    of the optimizer, or of a part of it, that is saved as it is, and taken up where a checkpoint has it.
+    ("updates": a tensor, whose updates it counts), or "index": its values are indices of tensors.
     """
 
     rule: Rule
     required: bool = True
     one_per: Literal["", "tensor", "updates", "group", "index"] = ""
-    at: str = ""
 
 
 Fields = Mapping[str, Field]

@@ -230,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.algorithm.check_idle("zero_grad()")
         if self.frame.under_ddp.averaged:
-            self.algorithm.drop_averages()
+            self.algorithm.stage.drop_averages()
         with SignalsWait():
             count, owners = self.frame.steps.count, self.frame.parameters.owners
             count.clear(owners)
@@ -265,6 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             steps.outcomes.absorb_replays()
         self._begin(captured)
         traffic, noticed = frame.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
+        stage = algorithm.stage
         steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
         steps.number = self._take_number(given, params is not None, captured)
         error: Exception | None = None
@@ -289,19 +290,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             steps.go_on()
             steps.outcomes.attempts += not captured
             with steps.breaking(begun=not captured):
-                flags = algorithm.exchange(grads, coef, error is not None)
+                flags = stage.step(grads, coef, error is not None)
                 plist.after_update()
         self._advance(flags)
         error = algorithm.error_due(error)
         # What replays count comes to the host when one asks.
-        known = [] if captured else steps.outcomes.record(algorithm.known(flags), failed=error is not None)
+        known = [] if captured else steps.outcomes.record(stage.known(flags), failed=error is not None)
         if error is not None:
             steps.count.fail()
         steps.end()
         ddp.averaged = False
         if error is not None:
             raise error
-        steps.outcomes.act(known, algorithm.describe)
+        steps.outcomes.act(known, stage.describe)
         if looks and len(frame.missing) == len(plist) and self._has_nobody():
             said.append(NO_GRADIENT)
         self.first_steps.say(frame, said)
@@ -318,14 +319,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         count = self.frame.steps.count
         if captured:
             return count.capture()
-        self.algorithm.check_repeated(count.take(self.frame.parameters.owners, given, compiled))
+        self.algorithm.stage.check_repeated(count.take(self.frame.parameters.owners, given, compiled))
         return count.number
 
     def _captured(self) -> bool:
         """Return whether a CUDA graph is being captured; raise RuntimeError if this step can't be."""
         if not capturing(self.frame.device):
             return False
-        self.algorithm.check_capture()
+        self.algorithm.check_captured()
         if self.just_loaded:
             raise RuntimeError(
                 "the first step after load_state_dict() can't be captured in a CUDA graph, since ranks compare their "
@@ -351,7 +352,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.just_loaded = False
             ranks.transport.traffic.start_step()
             ranks.inside.traffic.start_step()
-            if not captured and self.algorithm.enter_phase():
+            if not captured and self.algorithm.enter_stage():
                 self.publish_state()
             steps.begun, steps.changing = True, False
 
@@ -359,8 +360,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the coefficients of the step that is about to be taken."""
         frame, algorithm = self.frame, self.algorithm
         frame.absent = None
-        frame.coefficients.begin(algorithm.renews_on_the_way and frame.rounding is None)
-        coef = algorithm.coefficient_table()
+        frame.coefficients.begin(algorithm.stage.renews and frame.rounding is None)
+        coef = algorithm.table()
         frame.coefficients.lend()
         frame.parameters.before_update()
         return coef
@@ -406,7 +407,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def averages_gradients(self) -> bool:
         """Tell whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
-        return self.algorithm.averages_gradients
+        return self.algorithm.stage.averages_gradients
 
     @property
     def synchronised(self) -> bool:
@@ -457,7 +458,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             follows the gradients, after the freeze the fresh one; of sharded parameters that of this rank's shard), as
             in 1-bit LAMB's figures 1 to 3.
         """
-        told = self.algorithm.stats()
+        told = self.algorithm.report()
         return told | {"layers": self.algorithm.layer_stats()} if layers else told
 
     def owed(self) -> float:

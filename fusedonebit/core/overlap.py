@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,28 +23,57 @@ from ..comm import (
 )
 from ..comm.reducer import Compress
 from .arrivals import Arrivals, take_away
-from .compressing import Feedback
-from .frame import Owner
+from .frame import Frame, Owner
+from .settings import Options
 from .step_count import as_word
 
 
-def make_reducer(algorithm: Feedback) -> FeedbackReducer:
-    """Make what averages momenta, in the storage that the warm-up's momentum has."""
-    frame, options = algorithm.frame, algorithm.options
+class Sends(Protocol):
+    """Is a stage that compresses momentum: ``optim.compressed.Compressed``."""
+
+    frame: Frame
+    running: bool
+
+    @property
+    def options(self) -> Options:
+        """Return the optimizer's."""
+
+    def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
+        """Return what compresses this rank's momentum, with these gradients in it."""
+
+    def told(self, abort: bool) -> Told:
+        """Return what this rank tells the others."""
+
+    def table(self) -> Tensor:
+        """Return the coefficients of the coming step."""
+
+
+def make_reducer(
+    stage: Sends, compensated: Tensor, exponents: Tensor | None, squares: torch.dtype | None
+) -> FeedbackReducer:
+    """Make what averages momenta.
+
+    Args:
+        stage: What compresses them.
+        compensated: Where the worker's compensated values are to be, [P].
+        exponents: Of codes there, and of what else is stored so, uint8 [3, B]; None: there are no codes.
+        squares: Of which dtype workers keep squares of their own gradients; None: they keep none.
+    """
+    frame, options = stage.frame, stage.frame.options
     layout, ranks = frame.layout, frame.ranks
     shared: dict[str, Any] = {
         "device": frame.device,
         "scale_norm": options.scale_norm,
         "scale_scope": options.scale_scope,
-        "compensated": algorithm.exp_avg,
-        "octaves": algorithm.octaves,
+        "compensated": compensated,
+        "octaves": exponents,
         "live": frame.live,
         "ternary": options.ternary,
         "shards": ranks.shards,
     }
-    if algorithm.follows_squares:
+    if squares is not None:
         here = layout.numel if ranks.levels is None else layout.numel // ranks.levels[1].world_size
-        shared["worker_sq"] = torch.zeros(here, dtype=options.variance_dtype, device=frame.device)
+        shared["worker_sq"] = torch.zeros(here, dtype=squares, device=frame.device)
     if ranks.levels is not None:
         return HierarchicalAllReduce(layout, *ranks.levels, dtype=options.hierarchy_dtype, **shared)
     shared["serve_alone"] = options.serve_alone
@@ -52,7 +81,7 @@ def make_reducer(algorithm: Feedback) -> FeedbackReducer:
         return make_all_reduce(layout, ranks.transport, **shared)
     if not options.overlap:
         return BucketedAllReduce(layout, options.bucket_count, ranks.transport, **shared)
-    return OverlappedAllReduce(algorithm, ranks.apart, **shared)
+    return OverlappedAllReduce(stage, ranks.apart, **shared)
 
 
 class OverlappedAllReduce(Arrivals, BucketedAllReduce):
@@ -61,12 +90,12 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
     On CUDA they are compressed and sent on a stream of their own, on a CPU by a thread of its own, over a
     process group of its own, so that whatever else is sent in the meantime comes not between them. The
     first bucket, which is complete when the backward pass is over, is left to the step. Hooks hold
-    the algorithm weakly.
+    the stage weakly.
     """
 
-    def __init__(self, algorithm: Feedback, transport: Transport, **options: Any) -> None:
-        super().__init__(algorithm.frame.layout, algorithm.options.bucket_count, transport, **options)
-        self._algorithm, owner = weakref.ref(algorithm), algorithm.frame.owner()
+    def __init__(self, stage: Sends, transport: Transport, **options: Any) -> None:
+        super().__init__(stage.frame.layout, stage.options.bucket_count, transport, **options)
+        self._stage, owner = weakref.ref(stage), stage.frame.owner()
         assert owner is not None  # which is making this
         self._buckets_of = [
             [bucket for bucket, each in enumerate(self.parts) if each.layout.sizes[i]]
@@ -78,7 +107,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
         self._pending: list[Future[None]] = []
         self._in_use: list[Any] = []
-        handles = self.watch(algorithm.frame.parameters.owners)
+        handles = self.watch(stage.frame.parameters.owners)
         handles.append(owner.register_load_state_dict_pre_hook(_idle_check(weakref.ref(self))))
         # Not of this object: a bucket that is under way keeps it alive.
         self._finalizer = weakref.finalize(owner, _take_away, handles, self._thread)
@@ -89,13 +118,13 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         """Tell that each bucket travels by itself: a rank that has started none can't know what others have."""
         return False
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
+    def write(self, compress: Compress, told: Told) -> None:
         """Wait for what the backward pass has sent, and average the rest; ``error`` is what went wrong there."""
         self._check_gradients()
         error = self._found
         self._catch_up()
-        algorithm = self._algorithm()
-        if algorithm is not None and any(value is not None for value in algorithm.frame.loss_scale):
+        stage = self._stage()
+        if stage is not None and any(value is not None for value in stage.frame.loss_scale):
             error = RuntimeError(
                 "a GradScaler can't be used with Wire(overlap=True): gradients are sent before it has unscaled them; "
                 "train in bfloat16 without one, or pass Wire(overlap=False)"
@@ -103,7 +132,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         if error is not None:
             # What was sent cannot be held back: all buckets are skipped.
             told = told._replace(abort=True, missing=(), hold=None)
-        super().synchronise(compress, told)
+        super().write(compress, told)
         self.error = error
 
     def close(self) -> None:
@@ -115,8 +144,8 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
     @property
     def broken(self) -> bool:
         """Tell whether nobody goes on from here."""
-        algorithm = self._algorithm()
-        return algorithm is None or bool(algorithm.frame.steps.broken)
+        stage = self._stage()
+        return stage is None or bool(stage.frame.steps.broken)
 
     def rest(self, resting: bool) -> None:
         """Watch no backward pass, or watch them again; RuntimeError if one has sent what no step has taken up."""
@@ -134,16 +163,16 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
 
     def arrived(self, i: int) -> None:
         """Take note that the gradient of parameter ``i`` is there."""
-        algorithm = self._algorithm()
-        owner = None if algorithm is None else algorithm.frame.owner()
-        if algorithm is None or owner is None or self._paused or algorithm.frame.steps.broken:
+        stage = self._stage()
+        owner = None if stage is None else stage.frame.owner()
+        if stage is None or owner is None or self._paused or stage.frame.steps.broken:
             return
         owner.begin_step()
-        if algorithm.phase != "compression":
+        if not stage.running:
             return
         if i in self._seen:
             self._found = self._found or RuntimeError(
-                f"the gradient of {algorithm.frame.parameters.called[i]} has changed in a second backward pass before "
+                f"the gradient of {stage.frame.parameters.called[i]} has changed in a second backward pass before "
                 "step(): with Wire(overlap=True) the first has been sent by now; wrap all but the last in "
                 "optimizer.no_sync()"
             )
@@ -154,17 +183,17 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         for bucket in self._buckets_of[i]:
             self._waiting[bucket] -= 1
         while self._next > 0 and self._waiting[self._next] == 0:
-            with algorithm.frame.steps.whole("a backward pass that sends buckets"):
-                self._start(algorithm, owner, self._next)
+            with stage.frame.steps.whole("a backward pass that sends buckets"):
+                self._start(stage, owner, self._next)
                 self._next -= 1
 
-    def _start(self, algorithm: Feedback, owner: Owner, bucket: int) -> None:
-        plist, nothing = algorithm.frame.parameters, algorithm.frame.nothing
+    def _start(self, stage: Sends, owner: Owner, bucket: int) -> None:
+        plist, nothing = stage.frame.parameters, stage.frame.nothing
         grads = [nothing] * len(self._buckets_of)
         try:
             if self._coef is None:
                 owner.take_hyper_parameters()
-                self._coef = algorithm.coefficient_table()
+                self._coef = stage.table()
             members = [i for i, buckets in enumerate(self._buckets_of) if bucket in buckets]
             for i in members:
                 grads[i] = plist.gradient(i, nothing)
@@ -172,11 +201,11 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         except Exception as error:  # the others must not wait for this rank
             self._found = self._found or error
             grads = [nothing] * len(self._buckets_of)
-        coef = self._coef if self._coef is not None else algorithm.coefficient_table()
-        compress = algorithm.compressing(grads, coef)
+        coef = self._coef if self._coef is not None else stage.table()
+        compress = stage.compressing(grads, coef)
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
-        coming = as_word(algorithm.frame.steps.count.coming)
-        told = algorithm.told(self._found is not None, coming, missing=())
+        coming = as_word(stage.frame.steps.count.coming)
+        told = stage.told(self._found is not None)._replace(number=coming, missing=())
         self.under_way.add(bucket)
         # The other stream may still read them when nobody else has them any more: gradients are copies where their
         # memory order is another than the parameter's.
@@ -195,15 +224,15 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             job()
 
     def _note_versions(self) -> None:
-        if (algorithm := self._algorithm()) is not None:
-            owners = algorithm.frame.parameters.owners
+        if (stage := self._stage()) is not None:
+            owners = stage.frame.parameters.owners
             self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
 
     def _check_gradients(self) -> None:
         """Note an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
-        algorithm = self._algorithm()
-        assert algorithm is not None
-        plist = algorithm.frame.parameters
+        stage = self._stage()
+        assert stage is not None
+        plist = stage.frame.parameters
         for i, (grad, version) in self._left_behind.items():
             if plist.owners[i].grad is not grad or grad._version != version:
                 self._found = self._found or RuntimeError(

@@ -15,8 +15,8 @@ from ..comm import Told
 from ..core.frame import Frame
 from ..core.header import FLAG, Field, Fields
 from ..core.scaling import Agreed
-from ..optim.zero_one import LocalAdam, ZeroOneAdam
-from ..optim.zero_one_state import DECAY, STEP_SIZE
+from ..optim.local_adam import DECAY, STEP_SIZE, LocalAdam
+from ..optim.zero_one import ZeroOneAdam
 from ..triton_kernels import LARGEST_GRADIENT, Coef
 from .policies import DeepSpeedVariance
 
@@ -33,7 +33,7 @@ class DeepSpeedLocalAdam(LocalAdam):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        self._was_frozen = False
+        self.bits.waits, self._was_frozen = False, False
 
     @classmethod
     def check(cls, frame: Frame) -> None:
@@ -44,19 +44,16 @@ class DeepSpeedLocalAdam(LocalAdam):
     def _is_frozen(self) -> bool:
         policy = self.options.variance_policy
         assert isinstance(policy, DeepSpeedVariance)
-        return policy.frozen(self._done)
+        return policy.frozen(self.plan.done)
 
-    @property
-    def _awaited(self) -> None:
-        return None
-
-    def enter_phase(self) -> bool:
-        changed = super().enter_phase()
+    def enter_stage(self) -> bool:
+        changed = super().enter_stage()
         if self._is_frozen() and not self._was_frozen:
             # Residuals of gradients are none of momenta.
             self.reducer.settle()
-            for side in self.reducer.sides:
-                side.forget()
+            for part in self.reducer.parts:
+                for side in part.sides:
+                    side.forget()
         self._was_frozen = self._is_frozen()
         return changed
 
@@ -67,58 +64,57 @@ class DeepSpeedLocalAdam(LocalAdam):
         super().resume(header)
         self._was_frozen = header.get("was_frozen", False)
 
-    def _of_gradients(self, coef: Tensor) -> Tensor:
+    def of_gradients(self, coef: Tensor) -> Tensor:
         if self.phase == "local" or self._is_frozen():
             return coef
         plain = self.reducer.plain_coefficients()
         plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
         return plain
 
-    def _scaling(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
+    def agree_on_step(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
         if alone or not self._is_frozen():
-            return super()._scaling(grads, coef, alone)
-        agreed = super()._scaling(grads, coef, alone=True)
+            return super().agree_on_step(grads, coef, alone)
+        agreed = super().agree_on_step(grads, coef, alone=True)
         if agreed.hold is not None:
-            ranks = self._lost.clone()
+            ranks = self.lost.clone()
             self.frame.ranks.transport.all_reduce(ranks)
             self.frame.scaling.overflowed = (ranks > 0).float()
-            self._lost.zero_()
+            self.lost.zero_()
         return agreed
 
-    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+    def synchronise(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         if not self._is_frozen():
             self._average_gradient(grads, agreed, told, coef)
             return
         # The last step of a round is as the others; what all have added up is compressed apart.
-        if self._local == 0:
-            self._make_floats(coef, renews=False)
-        self._step_alone(grads, agreed, coef)
-        coef[:, Coef.STEP_SIZE] = self._moved[STEP_SIZE] / self._round.steps
-        coef[:, Coef.DECAY] = self._moved[DECAY]
+        steps = self.plan.round.steps
+        if self.round.local == 0:
+            self.bits.make_floats(coef, renews=False)
+        self.step_alone(grads, agreed, coef)
+        coef[:, Coef.STEP_SIZE] = self.moved[STEP_SIZE] / steps
+        coef[:, Coef.DECAY] = self.moved[DECAY]
         plain, nothing = self.reducer.plain_coefficients(), [self.frame.nothing] * len(grads)
-        told = told._replace(hold=None, pending=self._pending)
-        self._synchronise(lambda part: part.compress(nothing, plain), told, coef)
-        self._apply(coef, None)
+        told = told._replace(hold=None, pending=self.pending)
+        self.exchange.synchronise(lambda part: part.compress(nothing, plain), told, coef)
+        self.apply(coef, None)
 
-    def _sum_up(self, coef: Tensor) -> None:
-        if self._local == 0:
-            self._moved[STEP_SIZE], self._moved[DECAY] = 0.0, 1.0
-        self._moved[STEP_SIZE].add_(coef[:, Coef.STEP_SIZE])
+    def sum_up(self, coef: Tensor) -> None:
+        if self.round.local == 0:
+            self.moved[STEP_SIZE], self.moved[DECAY] = 0.0, 1.0
+        self.moved[STEP_SIZE].add_(coef[:, Coef.STEP_SIZE])
 
     def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
         """Take Adam's step with the average of compressed gradients, and with the variance that is."""
-        reducer = self.reducer
+        frame, reducer = self.frame, self.reducer
         told = told._replace(sums=False)  # no ``apply_momentum`` reads these bits
-        self._synchronise(lambda part: part.compress(grads, agreed.coef), told, coef)
-        if self.frame.absent is not None:
-            reducer.scale.masked_fill_(self.frame.absent[self.frame.places.block_tensor], 0.0)
-        self._rebuild(None, None, None, False, coef, self._anchor)
+        self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef), told, coef)
+        if frame.absent is not None:
+            reducer.scale.masked_fill_(frame.absent[frame.places.block_tensor], 0.0)
+        self.bits.rebuild(self.anchor, coef)
         for column, value in self._stays.items():
             coef[:, column] = value
-        self._update(
-            self.frame.layout.cut(self._anchor), self.frame.coefficients.still(coef, self.frame.absent), reducer.flags
-        )
-        self._end_round(self._round)
+        self.averaged.update(frame.layout.cut(self.anchor), frame.coefficients.still(coef, frame.absent), reducer.flags)
+        self.end_round()
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):

@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from ..comm import Told
 from ..core.optimizer import DistributedOptimizer
-from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Freeze, Numerics, Params, Ranks, Wire
-from ..core.spec import StateSpec
-from .adam_update import AdamUpdate
-from .narrow_state import OCTAVES
 from .onebit_options import Variance
 from .two_stage import TwoStage
-
-
-class CompressedAdam(AdamUpdate, TwoStage):
-    """1-bit Adam: averaged updates of Adam, then momentum in bits."""
-
-    corrects: ClassVar = True
-
-    def octaves_of(self, spec: StateSpec) -> Tensor | None:
-        """Return the block exponents of something kept in codes, of residuals those of this rank's part; else None."""
-        reducer = self.reducer
-        if spec.name == "server_error":
-            return None if reducer.server_octaves is None else reducer.server_octaves.view(-1)
-        if spec.per == "part" and reducer.octaves is not None:
-            return reducer.octaves[OCTAVES[spec.name]]
-        return super().octaves_of(spec)
-
-    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        """Take a step of the compression stage, its lines numbered as in 1-bit LAMB's Algorithm 1.
-
-        With ``precondition``, the default, line 13's division by sqrt(v) + eps is in line 6: gradients are divided
-        before anything is compressed, and m, e and E are in units of the update.
-        """
-        # Lines 6 and 7, done where the reducer calls ``worker``: m_i = beta1*m + (1 - beta1)*g_i is compressed to
-        # C(m_i + e_i), and e_i becomes what that loses.
-        worker = self.compressing(grads, agreed.coef, agreed.factor)
-        # Lines 8 to 13: chunk k goes to server k, which averages what arrives, adds E, compresses, and keeps what that
-        # loses; m, the same on all workers, is what all servers send back.
-        coef = self._synchronise(worker, told, coef)
-        # Line 13 as well: x = x - lr * m / (sqrt(v) + eps), with the variance as it was frozen.
-        self._apply_momentum(coef, self._divisor, self.options.eps_inside_sqrt)
 
 
 class OneBitAdam(DistributedOptimizer):
@@ -101,8 +66,8 @@ class OneBitAdam(DistributedOptimizer):
         optimizer.step()
     """
 
-    kind = CompressedAdam
-    algorithm: CompressedAdam
+    kind = TwoStage
+    algorithm: TwoStage
 
     def __init__(
         self,
@@ -138,7 +103,7 @@ class OneBitAdam(DistributedOptimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""
-        return self.algorithm.reducer.paused()
+        return self.algorithm.compression.exchange.reducer.paused()
 
     def worker_error(self, param: Tensor) -> Tensor:
         """Return this rank's residual e of one parameter, in units of the momentum, float32 of its shape."""

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ..comm import Flag
+from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
 from ..triton_kernels import adam_update
-from .adam_update import AdamUpdate
+from .averaging import Averaged
+from .moments import AdamUpdate, MomentBuffers
 from .release import Bucket, Release
 
 
@@ -41,24 +43,102 @@ class AdamWOptions(Options):
                 )
 
 
-class AveragedAdam(AdamUpdate):
+class Released(Averaged):
+    """Updates, on a rank alone, in the backward pass, and frees gradients.
+
+    Args:
+        frame: Of the optimizer.
+        moments: Which it updates.
+
+    Attributes:
+        release: What watches gradients arrive.
+    """
+
+    def __init__(self, frame: Frame, moments: MomentBuffers) -> None:
+        super().__init__(frame, AdamUpdate(frame, moments), in_place=True)
+        self._moments, self._released_with = moments, 0  # the tag of hyper-parameters
+        self.release = Release(self)
+
+    def close(self) -> None:
+        self.release.close()
+        super().close()
+
+    def update_early(self, bucket: Bucket) -> None:
+        """Update a bucket in the backward pass; with the first one of a step that begins."""
+        frame = self.frame
+        owner = frame.owner()
+        assert owner is not None
+        frame.steps.refuse_if_broken()
+        grads = frame.parameters.usable_of(bucket.members, frame.nothing)
+        first = not self.release.done
+        if first:
+            owner.begin_step()
+            owner.take_hyper_parameters()
+            frame.coefficients.begin(renews=False)
+            frame.parameters.before_update()
+        coef = self.table()
+        if first:
+            self._released_with = frame.coefficients.tag
+        with frame.steps.whole("a backward pass that updates parameters"):
+            self._update_bucket(bucket, grads, coef, first)
+            frame.parameters.after_update(bucket.members)
+            self.release.use_up(frame.parameters.owners, bucket)
+
+    def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:
+        """Do for one bucket what ``update`` does for all of them; it is the ``first`` of its step, or not."""
+        frame = self.frame
+        members, blocks, elements, tables, at = bucket
+        if first:
+            self.elements.turn()
+        places = frame.places.at(blocks)._replace(sizes=frame.layout.sizes[members], block_tensor=tables.tensor)
+        correction = frame.parameters.correction
+        correction = None if correction is None else correction[elements]
+        found = self.elements.of_step(captured=False)
+        how: tuple[Any, ...] = (None, frame.rounding, *found, correction, at)
+        dense, moments = frame.parameters.dense[members], self._moments.stored.at(elements, blocks)
+        adam_update(dense, grads, places, moments, coef[members], self.elements.none, *how)
+
+    def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """Update the parameters that the backward pass has left."""
+        frame, release = self.frame, self.release
+        done = release.done
+        if done and frame.coefficients.tag != self._released_with:
+            frame.late_error = RuntimeError(
+                "hyper-parameters have changed between the backward pass and step(): with "
+                f"Wire(release_gradients=True) {len(done)} of {len(frame.parameters)} parameters were updated with the "
+                "old ones. The step was taken; set them before the backward pass"
+            )
+        frame.missing = tuple(i for i in frame.missing if i not in done)
+        self.note_absent()
+        self.elements.made = bool(done)
+        for bucket in () if abort else release.buckets:
+            theirs = grads[bucket.members]
+            if bucket.members.start not in done and any(map(Tensor.numel, theirs)):
+                still = frame.coefficients.still(coef, frame.absent)
+                self._update_bucket(bucket, theirs, still, not self.elements.made)
+                self.elements.made = True
+        release.forget()
+        none = self.elements.none
+        return torch.full_like(none, int(Flag.ABORT)) if abort else none
+
+
+class AveragedAdam(Algorithm):
     """AdamW on averaged gradients, or on those of a rank alone."""
 
     settings: ClassVar[type[Options]] = AdamWOptions
     compresses: ClassVar = False
-    _release: Release | None = None
-    _released_with: int = 0  # the tag of hyper-parameters
-    reads_gradients: ClassVar = True
     corrects: ClassVar = True
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        self._release = Release(self) if self.options.release_gradients else None
+        moments = self.moments = MomentBuffers(frame)
+        early = self._early = Released(frame, moments) if self.options.release_gradients else None
+        self._averaged = early or Averaged(frame, AdamUpdate(frame, moments), in_place=True)
+        self.parts = (moments, self._averaged)
 
-    def close(self) -> None:
-        if self._release is not None:
-            self._release.close()
-        super().close()
+    @property
+    def stage(self) -> Averaged:
+        return self._averaged
 
     @classmethod
     def check(cls, frame: Frame) -> None:
@@ -70,90 +150,20 @@ class AveragedAdam(AdamUpdate):
                 "parameters at once, in step(); leave the option out"
             )
 
-    # ---------------------------------------------------------------- gradients that are released
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in this context only accumulate, where gradients are released; the one after it does."""
-        return nullcontext() if self._release is None else self._release.paused()
+        return nullcontext() if self._early is None else self._early.release.paused()
 
     def check_idle(self, what: str) -> None:
-        if self._release is not None:
-            self._release.check_idle(what)
+        if self._early is not None:
+            self._early.release.check_idle(what)
 
     def check_step(self) -> None:
-        if self._release is not None and any(value is not None for value in self.frame.loss_scale):
+        if self._early is not None and any(value is not None for value in self.frame.loss_scale):
             raise RuntimeError(
                 "a GradScaler can't be used with Wire(release_gradients=True): gradients were used, and parameters "
                 "moved, before it has unscaled them; train in bfloat16 without one, or leave the option out"
             )
-
-    def update_early(self, bucket: Bucket) -> None:
-        """Update a bucket in the backward pass; with the first one of a step that begins."""
-        frame = self.frame
-        owner = frame.owner()
-        assert self._release is not None
-        assert owner is not None
-        frame.steps.refuse_if_broken()
-        grads = frame.parameters.usable_of(bucket.members, frame.nothing)
-        first = not self._release.done
-        if first:
-            owner.begin_step()
-            owner.take_hyper_parameters()
-            frame.coefficients.begin(renews=False)
-            frame.parameters.before_update()
-        coef = self.coefficient_table()
-        if first:
-            self._released_with = frame.coefficients.tag
-        with frame.steps.whole("a backward pass that updates parameters"):
-            self._update_bucket(bucket, grads, coef, first)
-            frame.parameters.after_update(bucket.members)
-            self._release.use_up(frame.parameters.owners, bucket)
-
-    def _update_bucket(self, bucket: Bucket, grads: Sequence[Tensor], coef: Tensor, first: bool) -> None:
-        """Do for one bucket what ``_update`` does for all of them; it is the ``first`` of its step, or not."""
-        frame = self.frame
-        members, blocks, elements, tables, at = bucket
-        if first:
-            self.elements.turn()
-        places = frame.places.at(blocks)._replace(sizes=frame.layout.sizes[members], block_tensor=tables.tensor)
-        correction = frame.parameters.correction
-        correction = None if correction is None else correction[elements]
-        how: tuple[Any, ...] = (
-            None,
-            frame.rounding,
-            *self.elements.of_step(captured=False),
-            correction,
-            at,
-        )
-        dense, moments = frame.parameters.dense[members], self.moments.at(elements, blocks)
-        adam_update(dense, grads, places, moments, coef[members], self.elements.none, *how)
-
-    def _update_alone(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Update parameters of a rank alone; where gradients are released, those that are left."""
-        frame = self.frame
-        release = self._release
-        if release is None:
-            return super()._update_alone(grads, coef, abort)
-        done = release.done
-        if done and frame.coefficients.tag != self._released_with:
-            frame.late_error = RuntimeError(
-                "hyper-parameters have changed between the backward pass and step(): with "
-                f"Wire(release_gradients=True) {len(done)} of {len(frame.parameters)} parameters were updated with the "
-                "old ones. The step was taken; set them before the backward pass"
-            )
-        frame.missing = tuple(i for i in frame.missing if i not in done)
-        self._note_absent()
-        self.elements.made = bool(done)
-        for bucket in () if abort else release.buckets:
-            theirs = grads[bucket.members]
-            if bucket.members.start not in done and any(map(Tensor.numel, theirs)):
-                self._update_bucket(
-                    bucket, theirs, frame.coefficients.still(coef, frame.absent), not self.elements.made
-                )
-                self.elements.made = True
-        release.forget()
-        none = self.elements.none
-        return torch.full_like(none, int(Flag.ABORT)) if abort else none
 
 
 class AdamW(DistributedOptimizer):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
+from ..core.header import STEPS, Field, Fields, list_of, or_none
+from ..core.part import Part
 from ..triton_kernels.nouns import Limit
 
 LIMIT = 10.0
@@ -24,7 +29,7 @@ COARSE_LIMIT = 300.0
 In the former case healthy updates are tens of times larger than the reference."""
 
 
-class DivergenceGuard:
+class DivergenceGuard(Part):
     """A limit on the norm of compressed updates, which costs no bytes on the wire.
 
     A synchronised update u has one magnitude s_b per block b, divided by the denominators of its elements i:
@@ -38,6 +43,7 @@ class DivergenceGuard:
     Args:
         device: Where the tensors lie.
         coarse: Whether the limit is ``COARSE_LIMIT`` times the reference instead of ``LIMIT`` times.
+        on: Whether anybody asks it.
 
     Attributes:
         reference: float64 [], |u| of the last uncompressed update, or of pure noise if that is larger. After a veto it
@@ -47,9 +53,11 @@ class DivergenceGuard:
         norm: float64 [], |u| of the last compressed update.
     """
 
+    header_fields: ClassVar[Fields] = {"guard": Field(or_none(list_of(STEPS, 2)), False)}
     _of = "that of the last uncompressed one"
 
-    def __init__(self, device: torch.device, coarse: bool) -> None:
+    def __init__(self, device: torch.device, coarse: bool, on: bool = True) -> None:
+        self.on = on
         self._times = COARSE_LIMIT if coarse else LIMIT
         self.reference, self.limit, self.norm = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._root = torch.empty(0, device=device)
@@ -82,10 +90,11 @@ class DivergenceGuard:
         torch.mul(self.reference, self._times, out=self.limit)
         self._of = "that of an average step"
 
-    def resume(self, reference: float, limit: float) -> None:
-        """Take up a checkpoint's reference and limit; the weights come from ``arm``, before or after."""
-        self.reference.fill_(reference)
-        self.limit.fill_(limit)
+    def take(self, header: Mapping[str, Any]) -> None:
+        """Take up a checkpoint's reference and limit, once it was armed; the weights are those of ``arm``."""
+        if self.on and header.get("guard"):
+            for own, saved in zip((self.reference, self.limit), header["guard"], strict=True):
+                own.fill_(saved)
 
     def limit_of(self, coef: Tensor, block_tensor: Tensor) -> Limit:
         """Return the limit as ops take it, with this step's ``coef``, float32 [tensors, columns of ``Coef``]."""
@@ -111,6 +120,13 @@ class DivergenceGuard:
             f"{most:g} is let through. {follows}. If this happens again, use {way_out}"
         )
 
-    def state(self) -> list[Tensor]:
-        """Return all tensors."""
-        return [self.reference, self.limit, self.norm, self._root]
+    # ---------------------------------------------------------------- a part of an algorithm
+
+    def held(self) -> Sequence[Tensor]:
+        return self.reference, self.limit, self.norm, self._root
+
+    def plain_state(self) -> dict[str, Any]:
+        return {"guard": (float(self.reference), float(self.limit)) if self.on else None}
+
+    def stats(self) -> dict[str, Any]:
+        return {"update_norm": float(self.norm), "update_norm_limit": float(self.limit)}

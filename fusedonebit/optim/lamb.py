@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
+from ..core.part import Part
 from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Params, Ranks, Wire
-from ..core.spec import Specs, StateSpec
+from ..core.state_tensor import StateTensor
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
-from .averaging import Averaging
-from .narrow_state import NarrowState
+from .averaging import Averaged
+from .moments import MomentBuffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,40 +31,31 @@ class LambOptions(Options, Layerwise):
     grouped: ClassVar[tuple[str, ...]] = (*Options.grouped, "c_min", "c_max", "beta3")
 
 
-class LambUpdate(NarrowState):
-    """The update of equation (2): what ``Lamb`` does always, and ``OneBitLamb`` in its warm-up."""
+COLUMNS = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
+"""Hyper-parameters of groups of which coefficients are made."""
 
-    columns: ClassVar = {Coef.C_MIN: "c_min", Coef.C_MAX: "c_max", Coef.BETA3: "beta3"}
-    kept: ClassVar[Specs] = (*Averaging.kept, StateSpec("layer", "tensor", "_layers", rows=len(Layer)))
-    _layers: Tensor
-    _deepspeed = False
+
+class LambLayers(Part):
+    """LAMB's coefficients, one for each tensor, and what makes them of norms.
+
+    Args:
+        frame: Of the optimizer.
+
+    Attributes:
+        table: float32 [rows of ``Layer``, tensors].
+        start: int64 [tensors + 1], the first block of each; padding behind the last counts as its own: its sums are
+            zero.
+    """
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__(frame)
-        layout, device = frame.layout, frame.device
-        self._layers[Layer.RATIO] = 1.0
-        # Padding behind the last tensor counts as its own: its sums are zero.
-        self._layer_start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
+        self.frame, layout, device = frame, frame.layout, frame.device
+        self.table = torch.zeros(len(Layer), len(layout.sizes), device=device)
+        self.table[Layer.RATIO] = 1.0
+        self.start = torch.tensor([*layout.first_block[:-1], layout.n_blocks], device=device)
         self._one_each = torch.arange(len(layout.sizes) + 1, device=device)
-        self._norms = torch.zeros(2, layout.n_blocks, dtype=torch.float64, device=device)
-
-    def held(self) -> list[Tensor]:
-        return [*super().held(), self._layer_start, self._one_each]
-
-    def scratch(self) -> list[Tensor]:
-        return [self._norms]
-
-    def _update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
-        frame = self.frame
-        dense, moved = frame.parameters.dense, (self.moments, self.options.eps_inside_sqrt, coef, skip)
-        lamb_update(dense, grads, frame.places, *moved, self._exp_avg_sq_sums, self._norms, *found)
-        norms, start = self._by_layer(self._norms)
-        with self._layers_kept(self._layers):
-            lamb_coefficient(norms, start, skip, self._deepspeed, coef, self._layers)
-        lamb_move(dense, frame.places, *moved, frame.rounding)
 
     @contextmanager
-    def _layers_kept(self, *tables: Tensor) -> Iterator[None]:
+    def kept(self, *tables: Tensor) -> Iterator[None]:
         """Keep tables [..., tensors] as they were for layers without a gradient."""
         if self.frame.absent is None:
             yield
@@ -72,44 +65,96 @@ class LambUpdate(NarrowState):
         for table, was in zip(tables, before, strict=True):
             table.copy_(torch.where(self.frame.absent, was, table))
 
-    def _by_layer(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
+    def whole(self, values: Tensor, reduction: str = "sum") -> tuple[Tensor, Tensor]:
         """Return values [..., B] and each tensor's first block, for kernels; of shards one column per tensor."""
-        frame = self.frame
-        if frame.ranks.shards.count == 1:
-            return values, self._layer_start
-        whole = frame.ranks.shards.sum if reduction == "sum" else frame.ranks.shards.max
-        return whole(self._segments(values, reduction)), self._one_each
+        shards = self.frame.ranks.shards
+        if shards.count == 1:
+            return values, self.start
+        reduce = shards.sum if reduction == "sum" else shards.max
+        return reduce(self.segments(values, reduction)), self._one_each
 
-    def _segments(self, by_block: Tensor, reduction: str) -> Tensor:
+    def segments(self, by_block: Tensor, reduction: str = "sum") -> Tensor:
         """Return each tensor's sum or maximum of values [..., B] here: [..., tensors]; 0 where nothing of it is."""
         flat = by_block.reshape(-1, by_block.shape[-1])
-        rows = [torch.segment_reduce(row, reduction, offsets=self._layer_start, initial=0.0) for row in flat]
+        rows = [torch.segment_reduce(row, reduction, offsets=self.start, initial=0.0) for row in flat]
         return torch.stack(rows).view(*by_block.shape[:-1], -1)
 
-    def _variance(self) -> Tensor:
-        """Return the variance that follows the gradients, float32 [P]."""
-        return self.exp_avg_sq
-
-    def _sum_of_squares(self, flat: Tensor) -> Tensor:
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
         """Return that of each tensor's live elements, float64 [tensors], of values float32 [P]."""
-        return self._segments(square_sums(self.frame.places, flat), "sum")
+        return self.segments(square_sums(self.frame.places, flat))
 
-    def layer_stats(self) -> dict[str, list[Any]]:
-        average, ratio, coefficient = (row.tolist() for row in self._layers)
-        return super().layer_stats() | {
-            "coefficient": coefficient,
-            "average": average,
-            "ratio": ratio,
-            "variance_norm": self._sum_of_squares(self._variance()).sqrt().tolist(),
-        }
+    def told(self, exp_avg_sq: Tensor) -> dict[str, list[Any]]:
+        """Return what ``layer_stats`` tells, where ``exp_avg_sq``, [P], follows the gradients."""
+        average, ratio, coefficient = (row.tolist() for row in self.table)
+        norms = self.sum_of_squares(exp_avg_sq).sqrt().tolist()
+        return {"coefficient": coefficient, "average": average, "ratio": ratio, "variance_norm": norms}
+
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        return (StateTensor("layer", "tensor", self.table),)
+
+    def held(self) -> Sequence[Tensor]:
+        return self.start, self._one_each
 
 
-class AveragedLamb(LambUpdate):
-    """LAMB on averaged gradients."""
+class LambUpdate(Part):
+    """LAMB's update from averaged gradients, equation (2): what ``Lamb`` does always, and 1-bit LAMB in its warm-up.
+
+    Args:
+        frame: Of the optimizer.
+        moments: Which it updates.
+        layers: Their coefficients.
+        deepspeed: Whether coefficients are made as DeepSpeed does.
+
+    Attributes:
+        norms: float64 [2, B], sums of x^2 and u^2 by block, of one step.
+    """
+
+    def __init__(self, frame: Frame, moments: MomentBuffers, layers: LambLayers, deepspeed: bool = False) -> None:
+        self._frame, self._moments, self._layers, self._deepspeed = frame, moments, layers, deepspeed
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Allocate ``norms``."""
+        self.norms = torch.zeros(2, self._frame.layout.n_blocks, dtype=torch.float64, device=self._frame.device)
+
+    def drop_room(self) -> None:
+        """Give ``norms``' memory back."""
+        self.norms = self.norms[:, :0].clone()
+
+    def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
+        """Make one update, as ``averaging.Update``."""
+        frame, moments, layers = self._frame, self._moments, self._layers
+        dense, moved = frame.parameters.dense, (moments.stored, frame.options.eps_inside_sqrt, coef, skip)
+        lamb_update(dense, grads, frame.places, *moved, moments.squares, self.norms, *found)
+        norms, start = layers.whole(self.norms)
+        with layers.kept(layers.table):
+            lamb_coefficient(norms, start, skip, self._deepspeed, coef, layers.table)
+        lamb_move(dense, frame.places, *moved, frame.rounding)
+
+    def scratch(self) -> Sequence[Tensor]:
+        return (self.norms,)
+
+
+class AveragedLamb(Algorithm):
+    """LAMB on averaged gradients, or on those of a rank alone."""
 
     settings: ClassVar[type[Options]] = LambOptions
+    columns: ClassVar = COLUMNS
     compresses: ClassVar = False
-    reads_gradients: ClassVar = True
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        moments, layers = self.moments, self.layers = MomentBuffers(frame), LambLayers(frame)
+        update = LambUpdate(frame, moments, layers)
+        self._averaged = Averaged(frame, update, in_place=True)
+        self.parts = (moments, layers, update, self._averaged)
+
+    @property
+    def stage(self) -> Averaged:
+        return self._averaged
+
+    def layer_stats(self) -> dict[str, list[Any]]:
+        return super().layer_stats() | self.layers.told(self.moments.exp_avg_sq)
 
 
 class Lamb(DistributedOptimizer):

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from ..comm import SignVote, Told
+from ..comm import SignVote
 from ..comm.sign_vote import Aggregation
-from ..core.compressing import Feedback
+from ..core.algorithm import Algorithm
+from ..core.exchange import VoteExchange
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
-from ..core.scaling import Agreed
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
-from ..core.spec import Specs, StateSpec
+from ..core.state_tensor import StateTensor
 from ..triton_kernels import lion_compress
 
 
@@ -28,40 +29,40 @@ class LionOptions(Options):
     told: ClassVar[tuple[str, ...]] = (*Options.told, "aggregation")
 
 
-class Votes(Feedback):
+class Votes(Algorithm):
     """Distributed Lion: workers vote on each coordinate's direction, from momenta of their own."""
 
     settings: ClassVar[type[Options]] = LionOptions
     options: LionOptions
-    continues: ClassVar = False
-    takes_shards: ClassVar = False
-    corrects: ClassVar = True
-    linear: ClassVar = True
-    weighs: ClassVar = 2
-    kept: ClassVar[Specs] = (
-        StateSpec("exp_avg", "element", "exp_avg", of_rank=True),
-        StateSpec("server_error", "chunk", "reducer.server_residual", of_rank=True, when="reducer.server.measures"),
-    )
+    phases: ClassVar = {"one-bit": True}
+    continues, takes_shards, corrects, linear = False, False, True, True
+    weighs, renews = 2, True
+    exchange: VoteExchange
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        where: dict[str, Any] = {"device": frame.device, "live": frame.live, "compensated": self.exp_avg}
-        self.reducer = SignVote(frame.layout, frame.ranks.transport, aggregation=self.options.aggregation, **where)
+        self.exp_avg = torch.zeros(frame.layout.numel, device=frame.device)
+        self.exchange = VoteExchange(frame, self.options.aggregation, self.exp_avg)
+        self.parts = (self.exchange,)
 
     def check_growth(self) -> None:
         if self.frame.steps.outcomes.attempts:
             raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
 
-    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+    def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Take a step of Algorithm 1: workers vote (lines 4 and 5), servers count (8), and all move alike (11)."""
-        places, updates, rank = self.frame.places, self.frame.steps.updates, self.frame.ranks.transport.rank
+        frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
 
         def vote(part: SignVote) -> None:
-            hold = part.hold + 1 if told.abort else part.hold  # without gradients m stays as well
-            where = updates, hold, part.to_servers.bits, part.weights, rank
-            lion_compress(grads, places, self.exp_avg, agreed.coef, *where, part.found)
+            hold = part.hold + 1 if abort else part.hold  # without gradients m stays as well
+            where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
+            lion_compress(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
 
-        self._apply_momentum(self._synchronise(vote, told, coef))
+        exchange.apply(exchange.synchronise(vote, exchange.told(abort, agreed.hold), coef))
+        return exchange.end()
+
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        return (StateTensor("exp_avg", "element", self.exp_avg, of_rank=True),)
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if header.get("lines") and "exp_avg" not in header.get("names", ["exp_avg"]):

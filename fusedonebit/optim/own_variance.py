@@ -10,12 +10,14 @@ gradient, and its sum of v. v itself nobody sends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.frame import Frame
+from ..core.part import Part
+from ..core.state_tensor import StateTensor
 from ..triton_kernels import FlatLayout, follow_level, tell_level
 from ..triton_kernels.levels import FOLLOWED, LEVELS
 
@@ -26,26 +28,19 @@ EARLY, TOLD_EVERY = 16, 4
 """Of the first steps each round's gradient is told, then that of one round in so many steps: the EMA is longer."""
 
 
-class Owning(Protocol):
-    """Is an algorithm whose workers have variances of their own: ``LocalAdam``."""
-
-    frame: Frame
-    exp_avg_sq: Tensor
-
-
-class OwnVariance:
+class OwnVariance(Part):
     """Follows the level of each tensor's gradient.
 
     Args:
-        algorithm: Whose.
+        frame: Of the optimizer.
 
     Attributes:
         levels: float32 [3, tensors], see ``follow_level``.
         rho: float32 [tensors], 1 until it is known.
     """
 
-    def __init__(self, algorithm: Owning) -> None:
-        frame = algorithm.frame
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
         layout, device = frame.layout, frame.device
         tensors = len(layout.sizes)
         self.levels, self.rho = torch.zeros(LEVELS, tensors, device=device), torch.ones(tensors, device=device)
@@ -65,22 +60,23 @@ class OwnVariance:
         """Return whether ranks tell each other anything in a round of ``steps`` after ``done`` steps."""
         return not self._alone and (done < EARLY or (done + steps) // TOLD_EVERY > done // TOLD_EVERY)
 
-    def tell(self, algorithm: Owning, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
+    def tell(self, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
         """Return what this rank tells of its gradients, float32 [projections + tensors]."""
-        given = (grads, algorithm.frame.places, exp_avg_sq, factor, algorithm.frame.steps.updates)
+        frame = self._frame
+        given = (grads, frame.places, exp_avg_sq, factor, frame.steps.updates)
         tell_level(*given, self._share, self._place, self._projections, self._sums)
         how: dict[str, Any] = {"unsafe": True, "initial": 0.0}
         told = torch.segment_reduce(self._projections[: self._told], "sum", lengths=self._lengths, **how)
         sums = torch.segment_reduce(self._sums.double(), "sum", offsets=self._blocks, **how)
         return torch.cat([told, sums.float()])
 
-    def follow(self, algorithm: Owning, told: Tensor, flags: Tensor, absent: Tensor | None) -> None:
+    def follow(self, told: Tensor, flags: Tensor, absent: Tensor | None) -> None:
         """Renew rho of what all ranks tell, ``told`` is this one's and becomes their sum; nothing where it was skipped.
 
         Raises:
             CollectiveError: if the collective fails.
         """
-        frame = algorithm.frame
+        frame = self._frame
         transport = frame.ranks.transport
         transport.all_reduce(told)
         coef, absent = frame.coefficients.last, None if absent is None else absent.view(torch.uint8)
@@ -91,13 +87,19 @@ class OwnVariance:
         """Go on from another optimizer's variance after ``steps`` float64 [tensors]: no gradient was told yet."""
         self.levels[FOLLOWED] = steps
 
-    def state(self) -> list[Tensor]:
-        """Return all tensors."""
-        tables = () if self._alone else (self._share, self._place, self._lengths, self._first, self._blocks)
-        return [self.levels, self.rho, *tables]
+    # ---------------------------------------------------------------- a part of an algorithm
 
-    def scratch(self) -> list[Tensor]:
-        """Return what only serves within a step."""
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        return (
+            StateTensor("level", "tensor", self.levels, not_negative=True, optional=True),
+            StateTensor("rho", "tensor", self.rho, not_negative=True, optional=True),
+        )
+
+    def held(self) -> Sequence[Tensor]:
+        tables = () if self._alone else (self._share, self._place, self._lengths, self._first, self._blocks)
+        return self.levels, self.rho, *tables
+
+    def scratch(self) -> Sequence[Tensor]:
         return [] if self._alone else [self._projections, self._sums]
 
 

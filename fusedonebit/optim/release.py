@@ -47,7 +47,7 @@ def buckets_of(layout: FlatLayout, device: torch.device, count: int = BUCKETS) -
 
 
 class UpdatesEarly(Protocol):
-    """An algorithm that updates buckets before the optimizer takes the step."""
+    """Is a stage that updates buckets before the optimizer takes the step."""
 
     frame: Frame
 

@@ -1,8 +1,8 @@
-"""Algorithms that work in rounds: between two synchronisations each worker moves by itself, and nothing is sent."""
+"""Rounds, between two synchronisations of which each worker moves by itself, and nothing is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..comm import Told
-from ..core.compressing import Compressing
 from ..core.frame import Frame
 from ..core.header import COUNT, INT, Field, Fields, list_of
-from ..core.scaling import Agreed
+from ..core.part import Part
 from ..core.settings import Options
 from ..core.telemetry import upload
 
@@ -29,140 +28,110 @@ class RoundOptions(Options):
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
 
 
-ANCHOR: dict[str, Any] = {"only": "local", "given": True, "optional": True, "holds_parameters": True}
-"""Of ``StateSpec``: a copy of the parameters as all ranks had them, kept within a round alone."""
+ANCHOR: dict[str, Any] = {"only": "local", "optional": True, "holds_parameters": True}
+"""Of a ``StateTensor``: a copy of the parameters as all ranks had them, kept within a round alone."""
 
 
-class RoundAlgorithm(Compressing):
-    """Skeleton of an algorithm that works in rounds of ``round_steps`` steps; see ``marsit`` and ``zero_one``.
+class RoundCount(Part):
+    """The steps of a round: in all but the last each worker moves its own parameters.
 
-    In all but the last each worker moves its own parameters (``_step_alone``). In the last they agree on what the
-    round has made of the parameters that all had when it began, and have the same again.
+    In the last they agree on what the round has made of the parameters that all had when it began, and have the same
+    again.
+
+    Args:
+        frame: Of the optimizer.
+
+    Attributes:
+        local: Steps done in this round.
+        tag: A hash of the hyper-parameters of all of them.
+        missed: Tensors of which this rank has had no gradient in this round.
+        unsettled: Rounds that may have been skipped: the attempt, and which it was.
+        no_flags: What a step alone returns, int32 [1]: nobody skips it.
     """
 
-    options: RoundOptions
-    takes_shards: ClassVar = False
-    masters_of_rank: ClassVar = True
     header_fields: ClassVar[Fields] = {
-        "local": Field(COUNT, at="_local"),
-        "tag": Field(INT, at="_tag"),
-        "missed": Field(list_of(COUNT), False, "index", "_missed"),
+        "local": Field(COUNT),
+        "tag": Field(INT),
+        "missed": Field(list_of(COUNT), False, "index"),
     }
-    _anchor: Tensor
-    """The parameters that all ranks have, while each moves by itself: float32 [P + TAIL]."""
 
     def __init__(self, frame: Frame) -> None:
-        self._local = self._tag = 0  # steps done in this round, and a hash of all of their hyper-parameters
-        self._missed: Sequence[int] = ()  # tensors of which this rank has had no gradient in this round
+        self._frame = frame
+        self.local = self.tag = 0
+        self.missed: Sequence[int] = ()
+        self.unsettled: list[tuple[int, Any]] = []
+        self.no_flags = torch.zeros(1, dtype=torch.int32, device=frame.device)
         self._held_error: Exception | None = None
-        self._unsettled: list[tuple[int, Any]] = []  # rounds that may have been skipped: attempt, and which it was
-        self._no_flags = torch.zeros(1, dtype=torch.int32, device=frame.device)
-        super().__init__(frame)
 
-    def close(self) -> None:
-        super().close()
-        self._anchor = self._anchor[:0].clone()
+    def begin_step(self) -> None:
+        """Take note of the tensors of which this rank has no gradient."""
+        self.missed = tuple(i for i in self._frame.missing if self.local == 0 or i in self.missed)
 
-    def held(self) -> list[Tensor]:
-        return [*super().held(), self._anchor, self._no_flags]
+    def end_step(self) -> Tensor:
+        """Count a step alone; return its flags, int32 [1]."""
+        self.tag = self._mixed_tag()
+        self.local += 1
+        return self.no_flags
 
-    @property
-    def round_steps(self) -> int:
-        """Return the length of this round."""
-        raise NotImplementedError
+    def end(self, this: Any) -> None:
+        """Begin the next round; whether ``this`` one was skipped ``settle_ended`` tells later."""
+        self.unsettled.append((self._frame.steps.outcomes.attempts, this))
+        self.local = self.tag = 0
 
-    @property
-    def synchronised(self) -> bool:
-        """Tell whether all ranks have the same parameters now: between two rounds, not within one."""
-        return self._local == 0
+    def settle_ended(self, settle: Callable[[Any, bool], None]) -> None:
+        """Tell ``settle`` of each round, as soon as all ranks know, whether it was skipped."""
+        steps = self._frame.steps
+        while self.unsettled and (skipped := steps.outcomes.was_skipped(self.unsettled[0][0])) is not None:
+            with steps.whole("the end of a round"):
+                settle(self.unsettled.pop(0)[1], skipped)
 
-    @property
-    def _round_start(self) -> Tensor:
-        return self._anchor[: self.frame.layout.numel]
-
-    @property
-    def _kept_now(self) -> Tensor | None:
-        """Return where the parameters go that all ranks have, while a round begins."""
-        return self._round_start if self._local == 0 else None
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Return False: workers update with their own."""
-        return False
-
-    def exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        frame = self.frame
-        self._missed = tuple(i for i in frame.missing if self._local == 0 or i in self._missed)
-        if self._local < self.round_steps - 1:
-            return self._move_alone(grads, coef)
-        alone = self._local
-        flags = super().exchange(grads, coef, abort or self._held_error is not None)
-        if frame.absent is not None:
-            frame.steps.of_each -= frame.absent * alone
-        return flags
-
-    def _move_alone(self, grads: Sequence[Tensor], coef: Tensor) -> Tensor:
-        self._step_alone(grads, self._scaling(grads, coef, alone=True), coef)
-        self._tag = self._mixed_tag()
-        self._local += 1
-        return self._no_flags
-
-    def known(self, flags: Tensor) -> Tensor | int:
-        """Return 0 of a step alone, which nobody skips: nothing is copied to the host."""
-        return 0 if flags is self._no_flags else flags
-
-    def _step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
-        """Take a step of this worker's own, and keep what will be agreed on; of the first also ``_kept_now``."""
-        raise NotImplementedError
-
-    def _end_round(self, this: Any) -> None:
-        """Begin the next round; whether ``this`` one was skipped ``_settle_round`` is told later."""
-        self._unsettled.append((self.frame.steps.outcomes.attempts, this))
-        self._local = self._tag = 0
-
-    def _take_back_skipped(self) -> None:
-        """Tell how rounds ended, as soon as all ranks know."""
-        while self._unsettled and (skipped := self.frame.steps.outcomes.was_skipped(self._unsettled[0][0])) is not None:
-            with self.frame.steps.whole("the end of a round"):
-                self._settle_round(self._unsettled.pop(0)[1], skipped)
-
-    def _settle_round(self, this: Any, skipped: bool) -> None:
-        raise NotImplementedError
-
-    def told(self, abort: bool, number: int | Tensor, missing: Sequence[int], **more: Any) -> Told:
-        return super().told(abort, number, self._missed, **more)._replace(tag=self._mixed_tag())
+    def told(self, told: Told) -> Told:
+        """Return what a rank tells the others at the end of a round, instead of what it would of a step."""
+        return told._replace(missing=() if told.abort else self.missed, tag=self._mixed_tag())
 
     def _mixed_tag(self) -> int:
         """Return a hash of the hyper-parameters of all steps of this round so far, the present one included."""
-        return (1_000_003 * self._tag + self.frame.coefficients.tag) & 0x7FFFFFFF
+        return (1_000_003 * self.tag + self._frame.coefficients.tag) & 0x7FFFFFFF
 
     @property
-    def _may_rest(self) -> bool:
-        """Tell whether a round may move some tensors nowhere, by a learning rate of 0.
+    def failed(self) -> bool:
+        """Tell whether this rank has had an error in the round, of which nobody has heard."""
+        return self._held_error is not None
 
-        One on another device may be: the host does not wait to know.
-        """
-        rates = [group["lr"] for group in self.frame.hyper.taken]
-        return any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) == 0.0 for lr in rates)
-
-    def _leaving_out(self, coef: Tensor) -> Tensor:
-        """Return the table of a rank that moves alone, and leaves tensors without a gradient as they are."""
-        frame = self.frame
-        if not frame.missing:
-            return coef
-        still = upload([i in frame.missing for i in range(len(frame.parameters))], torch.bool, frame.device)
-        return frame.coefficients.still(coef, still)
-
-    def error_due(self, error: Exception | None) -> Exception | None:
-        """Return this rank's error when all next meet: between two synchronisations nobody hears of it."""
+    def error_due(self, error: Exception | None, alone: bool) -> Exception | None:
+        """Return this rank's error when all next meet: of a step ``alone`` nobody hears."""
         held = self._held_error or error
-        self._held_error = held if self.phase == "local" else None
-        return None if self.phase == "local" else held
+        self._held_error = held if alone else None
+        return None if alone else held
+
+    # ---------------------------------------------------------------- a part of an algorithm
+
+    def held(self) -> Sequence[Tensor]:
+        return (self.no_flags,)
+
+    def plain_state(self) -> dict[str, Any]:
+        return {"local": self.local, "tag": self.tag, "missed": self.missed}
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        super().resume(header)
-        self.phase = header["phase"]
+        self.local, self.tag = header.get("local", 0), header.get("tag", 0)
+        self.missed = header.get("missed", ())
 
     def stats(self) -> dict[str, Any]:
-        """Return what ``Compressing.stats`` does, and local_steps (done in this round)."""
-        return super().stats() | {"local_steps": self._local}
+        return {"local_steps": self.local}
+
+
+def may_rest(frame: Frame) -> bool:
+    """Tell whether a round may move some tensors nowhere, by a learning rate of 0.
+
+    One on another device may be: the host does not wait to know.
+    """
+    rates = [group["lr"] for group in frame.hyper.taken]
+    return any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) == 0.0 for lr in rates)
+
+
+def leaving_out(frame: Frame, coef: Tensor) -> Tensor:
+    """Return the table of a rank that moves alone, and leaves tensors without a gradient as they are."""
+    if not frame.missing:
+        return coef
+    still = upload([i in frame.missing for i in range(len(frame.parameters))], torch.bool, frame.device)
+    return frame.coefficients.still(coef, still)

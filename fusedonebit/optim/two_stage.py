@@ -1,107 +1,112 @@
-"""Holds what all 1-bit optimizers share: the two stages and the freeze between them.
-
-An algorithm with a full-precision warm-up and an error-compensated 1-bit stage is a subclass with
-two short methods: ``_update`` (one warm-up update from averaged gradients) and ``_compressed_step`` (one
-update from synchronised momentum bits). ``adam.CompressedAdam`` is one.
-"""
+"""The algorithm of two stages: a warm-up in full precision, then momentum in bits; and the freeze between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..comm import Flag, Told
-from ..comm.reducer import Compress
-from ..comm.squares import NOWHERE, Looks
+from ..core.algorithm import Algorithm
+from ..core.frame import Frame
+from ..core.header import AMOUNT, COUNT, TABLE, Field, Fields, list_of, or_none
+from ..core.settings import Freeze, Options
+from ..core.stage import Stage
 from ..errors import warn
 from ..triton_kernels import Coef, freeze, rewarm
-from ..triton_kernels.scaling import SQUARES
-from .freezing import UNSETTLED, DeadCoordinates, quantile_floor, warn_text
-from .two_stage_state import TwoStageState
+from .averaging import Averaged
+from .compressed import Compressed
+from .freezing import UNSETTLED, DeadCoordinates, denominator, quantile_floor, warn_text
+from .moments import AdamUpdate, MomentBuffers
+from .onebit_options import OneBitOptions
+from .warm_start import warm_start
+from .warm_up import WarmUp
+
+_BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
+"""What settled options were before checkpoints said so; of others False."""
 
 
-class TwoStage(TwoStageState):
-    """Skeleton of a 1-bit algorithm; see the module's docstring."""
+class TwoStage(Algorithm):
+    """1-bit Adam: averaged updates of Adam, then momentum in bits.
 
-    # ---------------------------------------------------------------- the step
+    Attributes:
+        moments: m and v.
+        warm_up: When the warm-up ends, and begins again.
+        compression: The second stage.
+        averaged: The first.
+    """
 
-    def exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        if self.phase == "warmup":
-            return self._average(grads, coef, abort)
-        return super().exchange(grads, coef, abort)
+    settings: ClassVar[type[Options]] = OneBitOptions
+    corrects: ClassVar = True
+    phases: ClassVar = {"warmup": False, "compression": True}
+    header_fields: ClassVar[Fields] = {
+        "settled": Field(TABLE),
+        "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group"),
+        "vetoed": Field(COUNT, False),
+        "veto_at": Field(or_none(COUNT), False),
+    }
+    options: OneBitOptions
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        self.moments, self.warm_up = MomentBuffers(frame), WarmUp(frame, self.options)
+        self.make_stages()
+        first, second = self.averaged, self.compression
+        self.exchange = second.exchange
+        self.parts = (self.moments, first, second, second.exchange, second.guard, second.variance, self.warm_up)
+        if self.options.watches:
+            self.moments.watch()
+
+    def make_stages(self) -> None:
+        """Make both."""
+        self.compression = Compressed(self.frame, self.moments, self.warm_up)
+        update = AdamUpdate(self.frame, self.moments)
+        self.averaged = Averaged(self.frame, update, beside=self.compression.exchange)
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        given = arguments["freeze_step"]
+        if not isinstance(given, Freeze) or given.warm_start is None:
+            return
+        tables = warm_start(self, given.warm_start)
+        self.moments.exp_avg_sq.mul_(self.frame.live.mask())  # the earlier run may have had no mask
+        self.warm_up.correct()
+        self.compression.begin_warm(tables)
 
     @property
-    def _divisor(self) -> Tensor | None:
-        """Return v, by whose root updates are divided at the end; None where gradients were, before compression."""
-        return None if self.options.precondition else self.exp_avg_sq
+    def stage(self) -> Stage:
+        return self.compression if self.compression.running else self.averaged
 
-    @property
-    def weighs(self) -> int:  # type: ignore[override]
-        """Return how many columns of coefficients weigh gradients; a shared variance weighs their squares, too."""
-        return 1 if self.living is None else SQUARES
+    def table(self) -> Tensor:
+        return self.compression.table()
 
-    @property
-    def _drawn(self) -> Tensor | None:
-        options = self.options
-        rounds_squares = self.follows_squares and options.variance_dtype is not torch.float32
-        return self.frame.steps.updates if options.state != "fp32" or rounds_squares else None
+    def check_growth(self) -> None:
+        if self.compression.running:
+            raise RuntimeError(
+                "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
+                "construct a new optimizer"
+            )
+        # New parameters' variance would have to be corrected as well.
+        if self.warm_up.is_corrected:
+            raise RuntimeError(
+                "add_param_group must be called before the first freeze, and not after a warm start: the new "
+                "parameters would have no variance; construct a new optimizer"
+            )
 
-    def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
-        v, inside = self.exp_avg_sq if self.options.precondition else None, self.options.eps_inside_sqrt
-        looks = NOWHERE if self.living is None else Looks(self.frame.steps.updates, factor, self._tells)
-        return lambda part: part.compress(grads, coef, v, inside, looks)
+    def has_grown(self, carried: Any) -> None:
+        self.warm_up.entered.copy_(self.frame.steps.of_each)
 
-    def _synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
-        """Synchronise with the guard's limit, and share squares if a renewal is due."""
-        if self.options.guard != "off":
-            told = told._replace(limit=self._guard.limit_of(coef, self.frame.places.block_tensor))
-        still = super()._synchronise(compress, told, coef)
-        if self.living is not None and self._tells:
-            self.living.share(self)
-        return still
+    # ---------------------------------------------------------------- from one stage to the other
 
-    @property
-    def _tells(self) -> bool:
-        """Tell whether ranks share squares in this step; a captured one would in each replay."""
-        return self.living is not None and self.living.due and not self.frame.steps.captured
-
-    def check_capture(self) -> None:
-        super().check_capture()
-        if self.living is not None:
-            self.living.check_capture()
-
-    def after_step(self) -> None:
-        frame = self.frame
-        if self.living is not None and self._tells and self.options.capturable:
-            self.living.settle(self)  # the next step may be a replay, and no graph does
-            self.coefficient_table()
-        watch = self.warm_up.watch
-        if self.phase == "warmup" and watch is not None and self._exp_avg_sq_sums is not None:
-            watch.observe(frame.ranks.model.sum(self._exp_avg_sq_sums.sum()), frame.steps.updates)
-
-    def describe(self, flag: Flag) -> str:
-        if flag & Flag.VETO:
-            options = self.options
-            return self._guard.describe(options.guard == "rewarm", options.rewarm_steps, options.lives)
-        if self.phase == "warmup":
-            return self._describe_handshake()
-        return super().describe(flag)
-
-    # ---------------------------------------------------------------- freeze and re-warm-up
-
-    def enter_phase(self) -> bool:
+    def enter_stage(self) -> bool:
         """Freeze the variance, or warm up again after a veto, if it is time; the same on all ranks."""
         before = self.phase
         watched = self.warm_up.watch if self.warm_up.again == 0 else None
-        if self.phase == "compression":
+        if self.compression.running:
             if self.options.guard == "rewarm" and self.frame.steps.outcomes.veto_is_due():
                 self._rewarm()
-            elif self.living is not None:
-                self.frame.steps.changing = True
-                self.living.begin_step(self)
+            else:
+                self.compression.begin_step()
         elif watched is not None and watched.due():
             self._freeze()
         elif self._has_updates(self.warm_up.due):
@@ -116,35 +121,31 @@ class TwoStage(TwoStageState):
             self.catch_up()  # skips may still be under way from the device: then it is exact
         return self.frame.steps.outcomes.updates >= due
 
+    def _enter(self, compression: bool) -> None:
+        """Let a stage take the steps from now on."""
+        self.compression.running = compression
+        self.phase = "compression" if compression else "warmup"
+
     @torch.no_grad()
     def _freeze(self) -> None:
         """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but by rounding."""
-        frame = self.frame
-        self._check_what_freezes()
+        frame, compression, moments = self.frame, self.compression, self.moments
+        compression.check_what_freezes()
         keep = self.options.dead_coordinates == "keep"
         frame.steps.changing = True
-        with self._moments_in_float32():
+        with moments.in_float32():
             dead, last = self._change_moments(keep)
-        self.exp_avg_sq = self.exp_avg_sq.to(self.options.variance_dtype)
-        self.reducer.begin()
-        self.phase = "compression"
+        moments.exp_avg_sq = moments.exp_avg_sq.to(self.options.variance_dtype)
+        compression.exchange.reducer.begin()
+        self._enter(compression=True)
         self.warm_up.ended_at = frame.steps.outcomes.updates
         self.warm_up.dead_coordinates = dead.count
-        if dead.tensors and self.living is None:  # else they wait for their first gradient
+        if dead.tensors and not self.options.lives:  # else they wait for their first gradient
             warn(warn_text(dead, frame.parameters.called, keep))
             if not keep:
                 self._exclude(dead.tensors)
-        if self.living is not None:
-            self.living.begin_step(self)
-        self._arm_guard(last)
-
-    def _check_what_freezes(self) -> None:
-        """Raise RuntimeError, before anything is changed, if the warm-up has left nothing that could be frozen."""
-        if self.frame.steps.outcomes.updates == 0 and not self.warm_up.is_corrected:
-            raise RuntimeError(
-                "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
-                "with the state of an earlier run before the first step, or set freeze_step >= 1"
-            )
+        compression.begin_step()
+        compression.arm_guard(last)
 
     def _change_moments(self, keep: bool) -> tuple[DeadCoordinates, Tensor]:
         """Make the compression stage's c and v of moments; ``keep``: dead coordinates stay.
@@ -152,31 +153,24 @@ class TwoStage(TwoStageState):
         Returns:
             What is dead, and the norm of the last uncompressed update, float64 [].
         """
-        frame = self.frame
-        options = self.options
-        dead = DeadCoordinates(frame.places, self.exp_avg_sq, frame.live.numel, frame.ranks.shards)
-        self._before_compression()
-        self.averages.drop()
+        frame, options, compression, moments = self.frame, self.options, self.compression, self.moments
+        dead = DeadCoordinates(frame.places, moments.exp_avg_sq, frame.live.numel, frame.ranks.shards)
+        compression.take_over(self.averaged.averages)
+        self.averaged.averages.drop()
         self.warm_up.follows = False
         frame.coefficients.freeze_variance(frame.hyper.taken)
-        if self.living is not None:
-            self.living.begin(self, dead.mean)
-            dead.mean.copy_(self.living.mean_sq)
-        coef = self.coefficient_table()
-        factor = (self._layer_factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
-        last = frame.ranks.shards.sum((self._update_sums(self.exp_avg, coef) * factor).sum()).sqrt()
+        compression.variance.begin(dead.mean, self.table())
+        coef, inside, precondition = self.table(), options.eps_inside_sqrt, options.precondition
+        factor = (compression.factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
+        last = frame.ranks.shards.sum((compression.update_sums(moments.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
-        if options.precondition and self.living is None:
-            floor = quantile_floor(frame.places, self.exp_avg_sq, coef, options.eps_inside_sqrt, frame.ranks.model)
+        if precondition and not options.lives:
+            floor = quantile_floor(frame.places, moments.exp_avg_sq, coef, inside, frame.ranks.model)
             least = torch.maximum(least, floor)
-        m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
         filled, half = None if keep else dead.mean, options.variance_dtype is torch.bfloat16
-        freeze(frame.places, m, v, inside, precondition, coef, filled, least, half)
+        how = (inside, precondition, coef, filled, least, half)
+        freeze(frame.places, moments.exp_avg, moments.exp_avg_sq, *how)
         return dead, last
-
-    def _moments_in_float32(self) -> AbstractContextManager[None]:
-        """Let moments that are kept otherwise be float32 while stages change."""
-        return nullcontext()
 
     @torch.no_grad()
     def _rewarm(self) -> None:
@@ -184,30 +178,150 @@ class TwoStage(TwoStageState):
 
         They may hold a gradient that v has never seen, which was refused: what goes beyond a step of Adam's is dropped.
         """
-        frame = self.frame
+        frame, options, moments = self.frame, self.options, self.moments
         self.catch_up()
         frame.steps.changing = True
-        if self.living is not None:
-            self.living.settle(self)
+        self._renew()
         frame.steps.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
-        layout, options, reduce = frame.layout, self.options, self.reducer
-        coef = self.coefficient_table()
-        backlog = self.averages.make()[: layout.numel]
-        reduce.take_residuals(backlog)
+        layout, reducer, coef = frame.layout, self.compression.exchange.reducer, self.table()
+        backlog = self.averaged.averages.make()[: layout.numel]
+        reducer.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][frame.places.block_tensor, None])
-        self.exp_avg_sq = self.exp_avg_sq.to(options.moments_dtype)
-        with self._moments_in_float32():
-            self.exp_avg.copy_(reduce.result().add_(backlog))
-            m, v, inside, precondition = self.exp_avg, self.exp_avg_sq, options.eps_inside_sqrt, options.precondition
-            rewarm(frame.places, m, v, inside, precondition, coef)
-        reduce.scale.zero_()
-        self.warm_up.correct(None if self.living is None else frame.steps.of_each == 0)  # but for what has none yet
+        moments.exp_avg_sq = moments.exp_avg_sq.to(options.moments_dtype)
+        with moments.in_float32():
+            moments.exp_avg.copy_(reducer.result().add_(backlog))
+            how = (options.eps_inside_sqrt, options.precondition, coef)
+            rewarm(frame.places, moments.exp_avg, moments.exp_avg_sq, *how)
+        reducer.scale.zero_()
+        self.warm_up.correct(frame.steps.of_each == 0 if options.lives else None)  # but for what has none yet
         self.warm_up.begin_again(frame.steps.outcomes.updates)
         frame.coefficients.variance_betas = None
-        self.phase = "warmup"
-        self._exp_avg_sq_sums = None
+        moments.squares = None
+        self._enter(compression=False)
         self._exclude([])
+        self.compression.leave()
 
-    def _before_compression(self) -> None:
-        """Take from the warm-up what a subclass needs later: momentum and gradient buffer are still there."""
+    def _renew(self) -> None:
+        """Renew v now, of what ranks have shared in the last step, if they have."""
+        if self.compression.variance.renew():
+            self.compression.weigh_guard()
+
+    def _exclude(self, tensors: list[int]) -> None:
+        """Leave tensors out of everything from now on."""
+        frame = self.frame
+        self.warm_up.dead_tensors = list(tensors)
+        frame.put_live(frame.active_mask(excluded=tensors))
+        self.compression.exchange.reducer.set_live(frame.live)
+
+    def after_step(self) -> None:
+        frame = self.frame
+        if self.compression.running:
+            if self.options.capturable and self.compression.tells:
+                self._renew()  # the next step may be a replay, and no graph does
+                self.table()
+            return
+        if (watch := self.warm_up.watch) is not None and self.moments.squares is not None:
+            watch.observe(frame.ranks.model.sum(self.moments.squares.sum()), frame.steps.updates)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def settle(self) -> None:
+        with self.frame.steps.whole("a renewal of the variance"):
+            self._renew()
+
+    def prepare_to_save(self) -> None:
+        if self.compressed:
+            super().prepare_to_save()
+
+    def plain_state(self) -> dict[str, Any]:
+        outcomes = self.frame.steps.outcomes
+        return {
+            "settled": self.compression.settled(),
+            "variance_betas": self.frame.coefficients.variance_betas,
+            "vetoed": outcomes.vetoed,
+            "veto_at": outcomes.veto_at,
+        }
+
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        if header["phase"] != "compression" or header["algorithm"] != self.frame.name:
+            return
+        for name, now in self.compression.settled().items():
+            # What is missing did not exist when it was written.
+            was = header["settled"].get(name, _BEFORE.get(name, False))
+            if was != now:
+                way_out = f'; pass variance="{was}", or warm_start' if name == "variance" else ""
+                raise ValueError(
+                    f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
+                    f"changed before the freeze{way_out}"
+                )
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        frame = self.frame
+        outcomes = frame.steps.outcomes
+        outcomes.vetoed, outcomes.veto_at = header.get("vetoed", 0), header.get("veto_at")
+        frame.coefficients.variance_betas = header.get("variance_betas")
+        if header["phase"] != "compression":
+            return
+        self._enter(compression=True)
+        self.moments.exp_avg_sq = self.moments.exp_avg_sq.to(self.options.variance_dtype)
+        self.warm_up.follows = False
+        if frame.coefficients.variance_betas is None:  # written before it was kept
+            frame.coefficients.freeze_variance(frame.hyper.taken)
+        self._exclude(self.warm_up.dead_tensors)
+
+    def resumed(self, header: Mapping[str, Any]) -> None:
+        if self.compression.running:
+            self.compression.exchange.reducer.serve_again()
+            self.compression.arm_guard(torch.zeros((), dtype=torch.float64, device=self.frame.device))
+        self.compression.guard.take(header)
+
+    # ---------------------------------------------------------------- what users look at
+
+    def stats(self) -> dict[str, Any]:
+        waiting = self.compression.variance.waiting() if self.compression.running else None
+        dead = self.warm_up.dead_tensors if waiting is None else waiting
+        names = self.frame.parameters.called
+        return {"vetoed_steps": self.frame.steps.outcomes.vetoed, "dead_tensors": [names[i] for i in dead]}
+
+    def layer_stats(self) -> dict[str, list[Any]]:
+        return super().layer_stats() | self.compression.layer_stats()
+
+    def owed(self) -> float:
+        """Return the norm of residuals, root mean square over the ranks, over that of the last update."""
+        return self.compression.exchange.owed() if self.compression.running else 0.0
+
+    def worker_error(self, param: Tensor) -> Tensor:
+        """Return this rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
+        i = self.frame.index(param)
+        if not self.compression.running:
+            return torch.zeros_like(self.frame.parameters.params[i], dtype=torch.float32)
+        self.compression.exchange.settle()
+        residual, _ = self.moments.state(compressed=False)  # where the momentum was
+        return self._in_momentum_units(residual.part(self.frame, i).float(), i)
+
+    def momentum(self, param: Tensor) -> Tensor:
+        """Return the momentum of one parameter, equal on all ranks, float32 of its shape."""
+        if not self.compression.running:
+            return super().momentum(param)
+        frame, result = self.frame, self.compression.exchange.reducer.result()
+        i = frame.index(param)
+        return self._in_momentum_units(frame.parameters.shaped(result, i, frame.layout.offset(i)), i)
+
+    def _in_momentum_units(self, part: Tensor, i: int) -> Tensor:
+        unit = self.compression.unit
+        part = part.clone() if unit is None else part / unit[i]
+        if self.options.precondition:
+            v, k = self.value_of("exp_avg_sq", i).float(), self.table()[i]
+            part *= denominator(v, k, self.options.eps_inside_sqrt)
+        return part
+
+    def described(self) -> list[str]:
+        options = self.options
+        scale = f"scale: {options.scale_norm}, {options.scale_scope}"
+        scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
+        half = ["frozen_dtype: bfloat16"] if options.variance_dtype is torch.bfloat16 else []
+        warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self.warm_up.due!r}"
+        if options.lives:
+            warmup = f"variance: {options.variance}, after {self.warm_up.due} updates"
+        return [warmup, scale, *half, *self.compression.described()]

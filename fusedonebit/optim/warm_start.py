@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from ..comm import checksum
+from ..core.algorithm import Algorithm
 from ..core.sharding import local
 from ..core.state import integrity
 from ..core.state.loading import ADAMW
 from ..core.state.saving import by_parameter, header_of
-from .averaging import Averaging
 
 
-def warm_start(algorithm: Averaging, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+def warm_start(algorithm: Algorithm, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Take the variance from an earlier run's checkpoint, corrected for its start at 0 with that run's own betas.
 
-    Return what that run has kept per tensor (``StateSpec``), by name: coefficients and momentum scales of LAMB.
+    Return what that run has kept per tensor (``StateTensor``), by name: coefficients and momentum scales of LAMB.
     Momentum and residuals are not taken. Every rank calls it.
 
     Raises:
@@ -48,16 +48,16 @@ def warm_start(algorithm: Averaging, state_dict: Mapping[str, Any]) -> dict[str,
         for name, tensor in zip(frame.parameters.names, tensors, strict=False)
     ]
     frame.ranks.agree(facts, error=error, hint="give every rank the same earlier run's checkpoint")
-    (of_v,) = (spec for spec in algorithm.specs() if spec.name == "exp_avg_sq")
+    (of_v,) = (kept for kept in algorithm.kept() if kept.name == "exp_avg_sq")
     with torch.no_grad():
         for i, v in enumerate(variances):
-            part = algorithm.part_of(of_v, i)
+            part = of_v.part(frame, i)
             part.copy_(v)
-            algorithm.keep_part(of_v, i, part)
+            of_v.keep(frame, i, part)
     return {name: torch.stack(rows, dim=-1).to(frame.device) for name, rows in tables.items()}
 
 
-def _check(algorithm: Averaging, state_dict: Mapping[str, Any]) -> None:
+def _check(algorithm: Algorithm, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"warm_start must be an earlier run's state_dict(), got {type(state_dict).__name__}; "
@@ -69,7 +69,7 @@ def _check(algorithm: Averaging, state_dict: Mapping[str, Any]) -> None:
         raise ValueError(f"warm_start must be of the same model: its groups have {theirs} parameters, these {ours}")
 
 
-def _variance(algorithm: Averaging, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
+def _variance(algorithm: Algorithm, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
     """Return a parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
     frame = algorithm.frame
     name, shape = frame.parameters.names[i], tuple(frame.parameters.params[i].shape)
@@ -94,15 +94,15 @@ def _variance(algorithm: Averaging, state_dict: Mapping[str, Any], state: Mappin
 
 
 def _tables(
-    algorithm: Averaging, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+    algorithm: Algorithm, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Tensor]]:
     """Return what the optimizer keeps per tensor, by name; an earlier warm-up has no momentum scales yet."""
     unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()
     tables = {}
-    for spec in algorithm.specs():
-        if spec.per != "tensor":
+    for kept in algorithm.kept():
+        if kept.per != "tensor" or not kept.wanted:
             continue
-        name, table = spec.name, spec.tensor(algorithm)
+        name, table = kept.name, kept.tensor
         rows = [state.get(name) for state in states]
         if name == "layer" and any(row is None for row in rows):
             raise ValueError(

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..core.header import check_each, each, one_or_each
+from ..core.frame import Frame
+from ..core.header import (
+    COUNT,
+    STEPS_OF_EACH,
+    TABLE,
+    Field,
+    Fields,
+    check_each,
+    each,
+    list_of,
+    one_or_each,
+    or_none,
+)
+from ..core.part import Part
 from .freezing import AutoFreeze
 from .onebit_options import OneBitOptions
 
 
-class WarmUp:
+class WarmUp(Part):
     """When the warm-up ends, and begins again.
 
     Args:
-        options: The optimizer's.
-        beta2: The largest of all groups.
-        of_each: Updates of each tensor, float64 [tensors].
+        frame: Of the optimizer.
+        options: Its.
 
     Attributes:
         due: Updates after which it ends.
@@ -34,7 +46,19 @@ class WarmUp:
         dead_coordinates: Number of coordinates that had none, in other tensors.
     """
 
-    def __init__(self, options: OneBitOptions, beta2: float, of_each: Tensor) -> None:
+    header_fields: ClassVar[Fields] = {
+        "variance_step": Field(STEPS_OF_EACH, one_per="updates"),
+        "freeze_step": Field(or_none(COUNT), False),
+        "freeze_due": Field(or_none(COUNT), False),
+        "rewarms": Field(COUNT, False),
+        "dead_tensors": Field(list_of(COUNT), one_per="index"),
+        "dead_coordinates": Field(COUNT),
+        "auto": Field(or_none(TABLE), False),
+    }
+
+    def __init__(self, frame: Frame, options: OneBitOptions) -> None:
+        self._of_each = of_each = frame.steps.of_each
+        beta2 = max(float(group["betas"][1]) for group in frame.groups)
         self.due = options.latest_freeze(beta2)
         self.ended_at: int | None = None
         self.again = 0
@@ -66,15 +90,23 @@ class WarmUp:
         self.follows, self.due = True, updates + int(self._memory)
         self.again += 1
 
-    # ---------------------------------------------------------------- checkpoints
+    # ---------------------------------------------------------------- a part of an algorithm
+
+    def held(self) -> Sequence[Tensor]:
+        return (self.entered,)
 
     def plain_state(self) -> dict[str, Any]:
-        """Return plain values to resume from; waits for the device."""
-        watch = None if self.watch is None else self.watch.state_dict()
-        return {"variance_step": one_or_each(self.entered), "freeze_due": self.due, "auto": watch}
+        return {
+            "variance_step": one_or_each(self.entered),
+            "freeze_step": self.ended_at,
+            "freeze_due": self.due,
+            "rewarms": self.again,
+            "dead_tensors": self.dead_tensors,
+            "dead_coordinates": self.dead_coordinates,
+            "auto": None if self.watch is None else self.watch.state_dict(),
+        }
 
-    def check(self, header: Mapping[str, Any]) -> None:
-        """Raise ValueError if a checkpoint's can't be taken up."""
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
         if header.get("rewarms") and not isinstance(header.get("freeze_due"), int):
             raise ValueError(
                 f"the checkpoint's header is damaged: freeze_due must be an int after {header['rewarms']} re-warm-ups, "
@@ -85,11 +117,13 @@ class WarmUp:
             if self.watch is not None:
                 self.watch.check(header["auto"])
 
-    def resume(self, header: Mapping[str, Any], of_each: Tensor) -> None:
-        """Take up a checkpoint's; ``again`` was taken up before."""
+    def resume(self, header: Mapping[str, Any]) -> None:
+        self.ended_at, self.again = header.get("freeze_step"), header.get("rewarms", 0)
+        self.dead_tensors = header.get("dead_tensors", [])
+        self.dead_coordinates = header.get("dead_coordinates", 0)
         if self.watch is not None and header.get("auto") is not None:
             self.watch.load_state_dict(header["auto"])
-        entered = of_each
+        entered = of_each = self._of_each
         if "variance_step" in header:
             entered = each(header["variance_step"], of_each)
             # One number for all tensors may be more than some have had.
@@ -97,3 +131,6 @@ class WarmUp:
         self.entered.copy_(entered)
         if self.again:
             self.due = header["freeze_due"]
+
+    def stats(self) -> dict[str, Any]:
+        return {"freeze_step": self.ended_at, "rewarms": self.again, "dead_coordinates": self.dead_coordinates}

@@ -104,10 +104,12 @@ CASES = {
 }
 
 KINDS = {
-    ("averaging", "_average"): "sum of gradients",
-    ("allreduce", "exchange"): "messages",
-    ("parted", "_exchange_together"): "messages of buckets",
-    ("parted", "synchronise"): "messages inside a node",
+    ("averaging", "average"): "sum of gradients",
+    ("allreduce", "send"): "messages",
+    ("allreduce", "gather"): "messages",
+    ("parted", "send"): "messages of buckets",
+    ("parted", "gather"): "messages of buckets",
+    ("parted", "receive"): "messages inside a node",
     ("partition", "_average"): "gradients inside a node",
     ("squares", "exchange"): "squares",
     ("parted", "_gathered_sums"): "squares inside a node",
@@ -208,12 +210,8 @@ class Ended(NamedTuple):
 
 def in_common(optimizer: Any) -> dict[str, Tensor]:
     """Return parameters, counts and whatever else is no rank's own, in memory of its own."""
-    kept = [
-        spec
-        for spec in optimizer.algorithm.kept
-        if spec.applies(optimizer.algorithm, optimizer.algorithm.compressed) and not spec.of_rank
-    ]
-    told = {spec.name: spec.tensor(optimizer.algorithm) for spec in kept if spec.name != "anchor"}
+    kept = [each for each in optimizer.algorithm.kept() if each.wanted and not each.of_rank]
+    told = {each.name: each.tensor for each in kept if each.name != "anchor"}
     told |= {f"parameter {i}": p for i, p in enumerate(optimizer.frame.parameters.dense)}
     told |= {"updates": optimizer.frame.steps.updates, "own_steps": optimizer.frame.steps.of_each}
     return {name: tensor.detach().clone() for name, tensor in told.items()}

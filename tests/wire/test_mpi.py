@@ -75,7 +75,7 @@ def compress(rank: int, transport: Transport, name: str, values: list[Tensor], s
     for step in range(FREEZE, FREEZE + STEPS):
         take_steps(optimizer, params, rank, range(step, step + 1))
         assert optimizer.phase == "compression"
-        reduce = optimizer.algorithm.reducer
+        reduce = optimizer.algorithm.exchange.reducer
         reduce.settle()  # else residuals are sums that are formed in the next step
         seen["parameters"] += [p.detach().clone() for p in params]
         seen["momentum bits"].append(reduce.gathered.bits.clone())

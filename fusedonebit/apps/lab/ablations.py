@@ -9,23 +9,24 @@ import torch
 from torch import Tensor
 
 from ... import Lamb, Numerics, OneBitAdam
-from ...comm import CompressedAllReduce, Told, Transport
+from ...comm import CompressedAllReduce, Transport
+from ...core.algorithm import Algorithm
 from ...core.frame import Frame
 from ...core.optimizer import DistributedOptimizer
 from ...core.options import Made
-from ...core.scaling import Agreed
 from ...core.settings import VARIANCE_FLOOR, Options
-from ...optim.adam import CompressedAdam
-from ...optim.adam_update import AdamUpdate
-from ...optim.averaging import Averaging
+from ...optim.averaging import Averaged, Update
+from ...optim.compressed import Compressed
 from ...optim.freezing import DeadCoordinates
-from ...optim.lamb import AveragedLamb
+from ...optim.lamb import AveragedLamb, LambUpdate
+from ...optim.moments import AdamUpdate, MomentBuffers
+from ...optim.two_stage import TwoStage
 from ...triton_kernels import TAIL, Coef, flatten, freeze, rules
 from .workers import BatchedAllReduce
 
 
-class FrozenVariance(Averaging):
-    """Skeleton of an algorithm whose variance stays after ``freeze_step`` updates, raised as ours.
+class FrozenAverages(Averaged):
+    """Averages gradients, with a variance that stays after ``freeze_step`` updates, raised as ours.
 
     Nothing is compressed. Both settings are set after it was made, before the first step.
     """
@@ -33,11 +34,15 @@ class FrozenVariance(Averaging):
     freeze_step: int | None = None
     floor = VARIANCE_FLOOR
 
-    def coefficient_table(self) -> Tensor:
-        """See ``Algorithm``."""
+    def __init__(self, frame: Frame, update: Update, moments: MomentBuffers) -> None:
+        super().__init__(frame, update)
+        self._moments = moments
+
+    def table(self) -> Tensor:
+        """See ``Stage``."""
         steps = self.frame.steps
         if self.freeze_step is None or steps.outcomes.updates < self.freeze_step:
-            return super().coefficient_table()
+            return super().table()
         if steps.outcomes.updates == self.freeze_step:
             self._freeze()
         frozen_at = torch.full_like(steps.of_each, self.freeze_step)
@@ -46,37 +51,75 @@ class FrozenVariance(Averaging):
         return coef
 
     def _freeze(self) -> None:
-        frame = self.frame
-        dead = DeadCoordinates(frame.places, self.exp_avg_sq, frame.live.numel, frame.ranks.shards)
+        frame, moments = self.frame, self._moments
+        dead = DeadCoordinates(frame.places, moments.exp_avg_sq, frame.live.numel, frame.ranks.shards)
         as_it_is = torch.ones(len(frame.layout.sizes), len(Coef), device=frame.device)
         tables = (as_it_is, dead.mean, dead.mean * self.floor)
-        freeze(frame.places, self.exp_avg, self.exp_avg_sq, False, False, *tables)
+        freeze(frame.places, moments.exp_avg, moments.exp_avg_sq, False, False, *tables)
 
 
-class FreezableAdam(AdamUpdate, FrozenVariance):
+class CompressedAverages(FrozenAverages):
+    """Compresses gradients instead, from the first step on."""
+
+    def __init__(self, frame: Frame, update: Update, moments: MomentBuffers) -> None:
+        super().__init__(frame, update, moments)
+        self._reducer = CompressedAllReduce(frame.layout, frame.ranks.transport, device=frame.device)
+
+    def held(self) -> list[Tensor]:
+        """See ``Part``."""
+        return [*super().held(), *self._reducer.state()]
+
+    def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """See ``Stage``."""
+        self._reducer(grads, abort=abort)
+        self.update(self.frame.layout.cut(self._reducer.result()), coef, self._reducer.flags)
+        return self._reducer.flags
+
+
+class FreezableAdam(Algorithm):
     """AdamW on averaged gradients, whose variance may stay."""
+
+    averages: type[FrozenAverages] = FrozenAverages
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame)
+        self.moments = MomentBuffers(frame)
+        self._frozen = self.averages(frame, AdamUpdate(frame, self.moments), self.moments)
+        self.parts = (self.moments, self._frozen)
+
+    @property
+    def stage(self) -> FrozenAverages:
+        """See ``Algorithm``."""
+        return self._frozen
+
+    def table(self) -> Tensor:
+        """See ``Stage``."""
+        return self.stage.table()
 
 
 class CompressedGradients(FreezableAdam):
     """AdamW on compressed gradients, from the first step on."""
 
+    averages = CompressedAverages
+
+
+class FreezableLambUpdate(AveragedLamb):
+    """LAMB whose variance may stay; its coefficients go on."""
+
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        self._reducer = CompressedAllReduce(frame.layout, frame.ranks.transport, device=frame.device)
+        update = LambUpdate(frame, self.moments, self.layers)
+        self._frozen = FrozenAverages(frame, update, self.moments)
+        self.parts = (self.moments, self.layers, update, self._frozen)
 
-    def held(self) -> list[Tensor]:
+    @property
+    def stage(self) -> FrozenAverages:
         """See ``Algorithm``."""
-        return [*super().held(), *self._reducer.state()]
+        return self._frozen
 
-    def exchange(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """See ``Algorithm``."""
-        self._reducer(grads, abort=abort)
-        self._update(self.frame.layout.cut(self._reducer.result()), coef, self._reducer.flags)
-        return self._reducer.flags
-
-
-class FreezableLambUpdate(FrozenVariance, AveragedLamb):
-    """LAMB whose variance may stay; its coefficients go on."""
+    def table(self) -> Tensor:
+        """See ``Stage``."""
+        return self.stage.table()
 
 
 class AveragedAdam(DistributedOptimizer):
@@ -102,40 +145,50 @@ class FreezableLamb(Lamb):
     algorithm: FreezableLambUpdate
 
 
-class ExactMomentum(CompressedAdam):
-    """1-bit Adam that moves by a momentum which nobody has compressed; for the lab's workers.
+class ExactMomentum(Compressed):
+    """1-bit Adam's compression stage, moving by a momentum which nobody has compressed; for the lab's workers.
 
     Messages are exchanged all the same, since a variance is renewed of what goes with them, and moves nothing.
     """
 
-    reducer: BatchedAllReduce
     _last: tuple[Tensor, Tensor]
     _exact: Tensor | None = None
 
-    def _compressed_step(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
-        frame = self.frame
-        layout, block_tensor = frame.layout, frame.places.block_tensor
-        per, v = coef[block_tensor], self.exp_avg_sq.view(layout.n_blocks, -1)
+    def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """See ``Stage``."""
+        moments, block_tensor = self.moments, self.frame.places.block_tensor
+        per, v = coef[block_tensor], moments.exp_avg_sq.view(self.frame.layout.n_blocks, -1)
         denominators = self._denominators(v, per)
         if self._exact is None:  # beta1 * m of the warm-up, divided at the freeze
-            self._exact = self.reducer.worker.compensated.clone().view_as(v)
+            self._exact = self._reducer.worker.compensated.clone().view_as(v)
         else:  # after a renewal in the next unit, as what is compressed
             last, divided = self._last
             self._exact *= torch.where(last > 0, divided / denominators, 1.0) * per[:, Coef.BETA1, None]
-        self._last = v.clone(), denominators
-        coef = self._synchronise(self.compressing(grads, agreed.coef, agreed.factor), told, coef)
-        if int(self.reducer.flags):
+        self._last, self._per = (v.clone(), denominators), per
+        return super().step(grads, coef, abort)
+
+    def update(self, coef: Tensor) -> None:
+        """See ``Compressed``."""
+        frame, exact, per, (v, _) = self.frame, self._exact, self._per, self._last
+        assert exact is not None
+        layout, block_tensor = frame.layout, frame.places.block_tensor
+        if int(self._reducer.flags):
             raise RuntimeError(
                 "the guard has refused a step, which an exact momentum can't take back: pass guard='off'"
             )
-        for rank in self.reducer.ranks:
+        for rank in self._reducer.ranks:
             assert rank.worker_sq is not None
             divided = self._denominators(torch.where(v > 0, v, rank.worker_sq.view_as(v)), per)
-            share = per[:, Coef.ONE_MINUS_BETA1, None] / len(self.reducer.ranks)
-            self._exact += share * self._flattened(rank.gradients) / divided
-        moved = (self._exact * coef[block_tensor, Coef.STEP_SIZE, None]).view(-1)
+            share = per[:, Coef.ONE_MINUS_BETA1, None] / len(self._reducer.ranks)
+            exact += share * self._flattened(rank.gradients) / divided
+        moved = (exact * coef[block_tensor, Coef.STEP_SIZE, None]).view(-1)
         for i, p in enumerate(frame.parameters.dense):
             p.mul_(coef[i, Coef.DECAY]).sub_(frame.parameters.shaped(moved, i, layout.offset(i)))
+
+    @property
+    def _reducer(self) -> BatchedAllReduce:
+        assert isinstance(self.exchange.reducer, BatchedAllReduce)
+        return self.exchange.reducer
 
     def _denominators(self, v: Tensor, coef: Tensor) -> Tensor:
         return rules.denominator(v, coef, self.options.eps_inside_sqrt)
@@ -147,11 +200,21 @@ class ExactMomentum(CompressedAdam):
         return out[:-TAIL].view(layout.n_blocks, -1)
 
 
+class ExactTwoStage(TwoStage):
+    """The algorithm of that."""
+
+    def make_stages(self) -> None:
+        """See ``TwoStage``."""
+        self.compression = ExactMomentum(self.frame, self.moments, self.warm_up)
+        update = AdamUpdate(self.frame, self.moments)
+        self.averaged = Averaged(self.frame, update, beside=self.compression.exchange)
+
+
 class LivingAdam(OneBitAdam):
     """Adam whose variance lives as ``OneBitAdam``'s does and whose momentum nobody compresses."""
 
-    kind = ExactMomentum
-    algorithm: ExactMomentum
+    kind = ExactTwoStage
+    algorithm: ExactTwoStage
 
 
 def settled(made: torch.optim.Optimizer) -> tuple[Options | None, int | None, float | None]:
@@ -159,5 +222,6 @@ def settled(made: torch.optim.Optimizer) -> tuple[Options | None, int | None, fl
     if not isinstance(made, DistributedOptimizer):
         return None, None, None
     algorithm = made.algorithm
-    frozen = (algorithm.freeze_step, algorithm.floor) if isinstance(algorithm, FrozenVariance) else (None, None)
+    stage = algorithm.stage
+    frozen = (stage.freeze_step, stage.floor) if isinstance(stage, FrozenAverages) else (None, None)
     return made.frame.options, *frozen

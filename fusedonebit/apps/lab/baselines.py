@@ -13,8 +13,9 @@ from ...comm import MarsitAllReduce, Part, Topology, Transport
 from ...comm.rounds import RoundAllReduce
 from ...core.options import check_choice, check_count
 from ...core.settings import NUMERICS, Numerics, Options
-from ...optim.marsit import Marsit, MarsitOptimizer
-from ...optim.marsit_state import LocalOptions
+from ...optim.marsit import MarsitOptimizer
+from ...optim.marsit_algorithm import Marsit
+from ...optim.marsit_options import LocalOptions
 from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ class Baseline(Marsit):
     """Marsit's steps, with another way to agree."""
 
     settings: ClassVar[type[Options]] = BaselineOptions
-    options: BaselineOptions  # type: ignore[assignment]  # instead of Marsit's
+    options: BaselineOptions
 
-    def _make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
+    def make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
+        """See ``Marsit``."""
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
         where: dict[str, Any] = {"device": self.frame.device, "live": self.frame.live, "part": part}
         if kind is None:

@@ -58,7 +58,7 @@ def _lamb(params: Params, of: Setting, **frozen: Any) -> Any:
 def _frozen(
     optimizer: AveragedAdam | FreezableLamb, of: Setting, frozen: bool = False, floor: float = VARIANCE_FLOOR
 ) -> Any:
-    optimizer.algorithm.freeze_step, optimizer.algorithm.floor = (of.freeze_step if frozen else None), floor
+    optimizer.algorithm.stage.freeze_step, optimizer.algorithm.stage.floor = (of.freeze_step if frozen else None), floor
     return optimizer
 
 

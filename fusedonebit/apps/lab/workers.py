@@ -18,9 +18,10 @@ from ...comm.feedback import Unit
 from ...comm.reducer import Compress
 from ...comm.transport import CountingTransport, Pending, Waiting
 from ...core.optimizer import DistributedOptimizer
+from ...optim.local_adam import LocalAdam
 from ...optim.own_variance import OwnVariance
 from ...optim.two_stage import TwoStage
-from ...optim.zero_one import LocalAdam, ZeroOneAdam
+from ...optim.zero_one import ZeroOneAdam
 from ...triton_kernels import LiveTable, local_step
 from ...triton_kernels.zero_one import LocalStep
 from .rivals.frame import Rival
@@ -104,21 +105,32 @@ class BatchedAllReduce(WorkerAllReduce):
             if rank.octaves is not None and self.octaves is not None:
                 rank.octaves[rows] = self.octaves[rows]
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
-        """See ``CompressedAllReduce``, whose messages go from rank to rank here."""
+    def write(self, compress: Compress, told: Told) -> None:
+        """See ``FeedbackReducer``."""
         for rank in self.ranks:
-            rank.write(compress, told if rank is self else told._replace(renewal=None))  # coefficients are all ranks'
+            told_here = told if rank is self else told._replace(renewal=None)  # coefficients are all ranks'
+            CompressedAllReduce.write(rank, compress, told_here)
+
+    def send(self) -> None:
+        """See ``FeedbackReducer``: ``serve`` lets messages go from rank to rank; they count as rank 0 has sent them."""
+        self.transport.traffic.add((self.layout.world_size - 1) * self.to_servers.buffer[0].nbytes)
+
+    def serve(self, told: Told) -> None:
+        """See ``FeedbackReducer``."""
         sent = torch.stack([rank.to_servers.buffer for rank in self.ranks])
         for number, rank in enumerate(self.ranks):
             self.gathered.buffer.copy_(sent[:, number])
-            rank.serve(told)
+            CompressedAllReduce.serve(rank, told)
+
+    def gather(self) -> None:
+        """See ``FeedbackReducer``."""
         self.gathered.buffer.copy_(torch.cat([rank.served.buffer for rank in self.ranks]))
+        self.transport.traffic.add((self.layout.world_size - 1) * self.served.buffer.nbytes)
+
+    def receive(self, told: Told) -> None:
+        """See ``FeedbackReducer``."""
         for rank in self.ranks:
-            rank.receive(told)
-        # As rank 0 has sent them.
-        others = self.layout.world_size - 1
-        self.transport.traffic.add(others * self.to_servers.buffer[0].nbytes)
-        self.transport.traffic.add(others * self.served.buffer.nbytes)
+            CompressedAllReduce.receive(rank, told)
 
     def set_norm(self, name: str) -> None:
         """See ``FeedbackReducer``."""
@@ -183,40 +195,48 @@ class BatchedAllReduce(WorkerAllReduce):
 class BatchedLocalAdam(LocalAdam):
     """All workers' 0/1 Adam: in local steps each moves parameters, momentum and residual of its own."""
 
-    reducer: BatchedAllReduce
-
     def stand_for(self, others: Sequence[Sequence[Tensor]]) -> None:
         """Move the ``others``' parameters as well, each worker's in this one's order."""
         self._others = []
+        m, v = self.moments.exp_avg, self.moments.exp_avg_sq
         for params in others:
-            exp_avg_sq = self.exp_avg_sq if self.shares_variance else torch.zeros_like(self.exp_avg_sq)
-            self._others.append((list(params), torch.zeros_like(self.exp_avg), exp_avg_sq))
+            self._others.append((list(params), torch.zeros_like(m), v if self.own is None else torch.zeros_like(v)))
 
-    def _add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
-        mine = self.frame.parameters.dense, self.exp_avg, self.exp_avg_sq
-        if self._local == 0 and self.shares_variance:  # all have the same when a round begins
+    @property
+    def _ranks(self) -> Sequence[WorkerAllReduce]:
+        assert isinstance(self.exchange.reducer, BatchedAllReduce)
+        return self.exchange.reducer.ranks
+
+    def add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
+        """See ``LocalAdam``."""
+        moments, shared = self.moments, self.own is None
+        mine = self.frame.parameters.dense, moments.exp_avg, moments.exp_avg_sq
+        if self.round.local == 0 and shared:  # all have the same when a round begins
             for _, exp_avg, _ in self._others:
-                exp_avg.copy_(self.exp_avg)
-        how, anchor = (self._eps_inside_sqrt, self.options.precondition), self._kept(moves, last)
-        step = LocalStep(*how, moves, last, self.leaks, not self.shares_variance)
-        hold = self._no_flags if hold is None else hold
-        for rank, (params, exp_avg, v) in zip(self.reducer.ranks, [mine, *self._others], strict=True):
+                exp_avg.copy_(moments.exp_avg)
+        anchor = self.keeps_in(moves, last)
+        step = LocalStep(self.bits.floored, self.options.precondition, moves, last, self.leaks, not shared)
+        hold = self.round.no_flags if hold is None else hold
+        for rank, (params, exp_avg, v) in zip(self._ranks, [mine, *self._others], strict=True):
             worker = rank.worker
             whose = (params, rank.gradients, self.frame.places, exp_avg, v, worker.compensated, worker.scale)
-            local_step(*whose, coef, step, hold, None if rank is not self.reducer else anchor, self._pending)
+            kept = anchor if rank is self.exchange.reducer else None
+            local_step(*whose, coef, step, hold, kept, self.pending)
 
-    def _follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
-        variances = [self.exp_avg_sq, *(exp_avg_sq for *_, exp_avg_sq in self._others)]
+    def follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
+        """See ``LocalAdam``."""
+        variances = [self.moments.exp_avg_sq, *(exp_avg_sq for *_, exp_avg_sq in self._others)]
         told = torch.zeros(())
-        for rank, exp_avg_sq in zip(self.reducer.ranks, variances, strict=True):
-            told = told + own.tell(self, rank.gradients, factor, exp_avg_sq)
+        for rank, exp_avg_sq in zip(self._ranks, variances, strict=True):
+            told = told + own.tell(rank.gradients, factor, exp_avg_sq)
         mean = told / len(variances)  # an all-reduce multiplies it again
-        own.follow(self, mean, self.reducer.flags, self.frame.absent)
+        own.follow(mean, self.exchange.reducer.flags, self.frame.absent)
 
-    def _end_round(self, this: Any) -> None:
+    def end_round(self) -> None:
+        """See ``LocalAdam``."""
         for params, *_ in self._others:
             torch._foreach_copy_(params, self.frame.parameters.dense)
-        super()._end_round(this)
+        super().end_round()
 
 
 class BatchedZeroOneAdam(ZeroOneAdam):
@@ -246,8 +266,10 @@ def batch_workers(
         return None
     names = ("scale_norm", "scale_scope", *(("ternary",) if isinstance(algorithm, TwoStage) else ()))
     kinds: dict[str, Any] = {name: getattr(algorithm.options, name) for name in names}
-    assert isinstance(algorithm.reducer, CompressedAllReduce)
-    algorithm.reducer = reducer = BatchedAllReduce(algorithm.reducer, device=algorithm.frame.device, **kinds)
+    exchange = algorithm.exchange
+    assert exchange is not None
+    assert isinstance(exchange.reducer, CompressedAllReduce)
+    exchange.reducer = reducer = BatchedAllReduce(exchange.reducer, device=algorithm.frame.device, **kinds)
     if isinstance(algorithm, BatchedLocalAdam):
         algorithm.stand_for(others)
     return reducer

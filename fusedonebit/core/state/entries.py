@@ -18,44 +18,45 @@ from ...triton_kernels import FlatLayout
 from ..algorithm import Algorithm
 from ..header import is_compressed
 from ..sharding import local
-from ..spec import StateSpec
+from ..state_tensor import StateTensor
 
 VALUES = ("element", "part", "chunk")
 """What has numbers that may be kept in codes."""
 
-RANK = StateSpec("rank", "rank", "", of_rank=True)
+RANK = StateTensor("rank", "rank", torch.empty(0, dtype=torch.int64), of_rank=True)
 """Whose file a file is; saved where ranks have rows of their own."""
 
 Header = Mapping[str, Any]
 State = Mapping[str, Any]
 
 
-def of(algorithm: Algorithm, compressed: bool, names: Collection[str] = ()) -> list[tuple[StateSpec, int]]:
+def of(algorithm: Algorithm, compressed: bool, names: Collection[str] = ()) -> list[tuple[StateTensor, int]]:
     """Return all entries in a stage but ``step``, each with the parameter that it is saved with.
 
     Of a checkpoint, which has entries of these ``names``, also what another takes up here.
     """
     frame = algorithm.frame
-    tensors, specs = range(len(frame.parameters)), algorithm.specs(compressed)
-    specs += [spec for spec in algorithm.kept if spec.taken_by and spec.name in names and spec not in specs]
+    tensors = range(len(frame.parameters))
+    specs = [s for s in algorithm.kept(compressed) if s.wanted or (s.taken_by and s.name in names)]
     if any(spec.of_rank for spec in specs):
         specs.append(RANK)
     found = [(spec, i) for spec in specs for i in (tensors if spec.by_parameter else tensors[:1])]
     return found + [(_master(algorithm), i) for i in frame.parameters.with_masters]
 
 
-def declared(algorithm: Algorithm) -> dict[str, StateSpec]:
+def declared(algorithm: Algorithm) -> dict[str, StateTensor]:
     """Return what there may be, by name."""
-    unwanted_first = sorted(algorithm.kept, key=lambda spec: spec.wanted(algorithm))  # of two of a name one is wanted
+    everything = (*algorithm.kept(False), *algorithm.kept(True))
+    unwanted_first = sorted(everything, key=lambda spec: spec.wanted)  # of two of a name one is wanted
     return {spec.name: spec for spec in (*unwanted_first, _master(algorithm), RANK)}
 
 
-def has_row_of_each(algorithm: Algorithm, spec: StateSpec, header: Header) -> bool:
+def has_row_of_each(algorithm: Algorithm, spec: StateTensor, header: Header) -> bool:
     """Return whether a checkpoint has a row of each rank, and not what all have alike, as AdamW's does."""
     return spec.of_rank and (not spec.by_parameter or algorithm.frame.wrote(header))
 
 
-def saved(algorithm: Algorithm, spec: StateSpec, i: int) -> Tensor:
+def saved(algorithm: Algorithm, spec: StateTensor, i: int) -> Tensor:
     """Return what this rank saves of parameter ``i``'s entry, in a form that ``torch.distributed.checkpoint`` knows."""
     part = _here(algorithm, spec, i)
     if spec.per == "tensor":
@@ -67,7 +68,7 @@ def saved(algorithm: Algorithm, spec: StateSpec, i: int) -> Tensor:
     return algorithm.frame.ranks.rows.of_each(part) if spec.of_rank else _distributed(algorithm, spec, i, part)
 
 
-def room(algorithm: Algorithm, spec: StateSpec, i: int, header: Header | None) -> Tensor:
+def room(algorithm: Algorithm, spec: StateTensor, i: int, header: Header | None) -> Tensor:
     """Make room for the entry of a checkpoint with this header, None of AdamW's."""
     frame = algorithm.frame
     part = torch.zeros(_shape(algorithm, spec, i, header or {}), dtype=spec.dtype, device=frame.device)
@@ -106,63 +107,65 @@ def check(algorithm: Algorithm, states: Sequence[State], header: Header, require
         )
 
 
-def take(algorithm: Algorithm, spec: StateSpec, i: int, state: State, header: Header) -> None:
+def take(algorithm: Algorithm, spec: StateTensor, i: int, state: State, header: Header) -> None:
     """Take up parameter ``i``'s entry, if there is one; all ranks call it."""
     if spec is RANK:
         return
     part = _for_this_rank(algorithm, spec, state[spec.name], header) if spec.name in state else None
     if spec.name == "master":
         algorithm.frame.parameters.load_master(i, part)
-    elif spec.taken_by and not spec.wanted(algorithm):
+    elif spec.taken_by and not spec.wanted:
         by = declared(algorithm)[spec.taken_by]
         target = _here(algorithm, by, i)
         target += _found(part).to(target.device).view(target.shape)
-        algorithm.keep_part(by, i, target)
+        by.keep(algorithm.frame, i, target)
     elif part is not None:
         target = _here(algorithm, spec, i)
         target.copy_(part.to(target.device).view(target.shape))
         if spec.per in VALUES:
-            algorithm.keep_part(spec, i, target)
+            spec.keep(algorithm.frame, i, target)
     elif spec.taken_by:
-        spec.tensor(algorithm).zero_()
+        spec.tensor.zero_()
 
 
-def _master(algorithm: Algorithm) -> StateSpec:
-    return StateSpec("master", "element", "", of_rank=algorithm.masters_of_rank, holds_parameters=True)
+def _master(algorithm: Algorithm) -> StateTensor:
+    return StateTensor(
+        "master", "element", algorithm.frame.nothing, of_rank=algorithm.masters_of_rank, holds_parameters=True
+    )
 
 
-def _here(algorithm: Algorithm, spec: StateSpec, i: int) -> Tensor:
+def _here(algorithm: Algorithm, spec: StateTensor, i: int) -> Tensor:
     """Return what this rank keeps."""
     if spec is RANK:
         return algorithm.frame.ranks.rows.rank()
     if spec.name == "master":
         return algorithm.frame.parameters.master(i)
     if spec.per in VALUES:
-        return algorithm.part_of(spec, i)
-    kept = spec.tensor(algorithm)
+        return spec.part(algorithm.frame, i)
+    kept = spec.tensor
     return kept[..., i] if spec.per == "tensor" else kept
 
 
-def _distributed(algorithm: Algorithm, spec: StateSpec, i: int, part: Tensor) -> Tensor:
+def _distributed(algorithm: Algorithm, spec: StateTensor, i: int, part: Tensor) -> Tensor:
     """Return what all replicas have alike, distributed over the shards."""
     if not spec.by_parameter:
         return algorithm.frame.ranks.rows.of_each_shard(part)
     return algorithm.frame.parameters.published(part, i) if spec.per == "element" else part
 
 
-def _shape(algorithm: Algorithm, spec: StateSpec, i: int, header: Header) -> tuple[int, ...]:
+def _shape(algorithm: Algorithm, spec: StateTensor, i: int, header: Header) -> tuple[int, ...]:
     """Return the shape of this rank's part in a checkpoint with this header."""
     if spec.per == "element":
         return tuple(algorithm.frame.parameters.params[i].shape)
     if spec.per == "tensor":
-        return tuple(spec.tensor(algorithm).shape[:-1])
+        return tuple(spec.tensor.shape[:-1])
     if spec is RANK:
         return (1,)
     per = {"bit": 8, "block": header["block_size"], "part": header["inside"], "chunk": header["world_size"]}
     return (int(header["line"]) // int(per[spec.per]),)
 
 
-def _may_lack(algorithm: Algorithm, spec: StateSpec, header: Header) -> bool:
+def _may_lack(algorithm: Algorithm, spec: StateTensor, header: Header) -> bool:
     """Return whether a checkpoint may be without: AdamW's has nothing of LAMB's per tensor, or of rounds."""
     if spec.name == "master":
         return True
@@ -171,7 +174,7 @@ def _may_lack(algorithm: Algorithm, spec: StateSpec, header: Header) -> bool:
     return spec.optional or (spec.per == "tensor" and not is_compressed(header))
 
 
-def _check_entry(algorithm: Algorithm, spec: StateSpec, i: int, states: Sequence[State], header: Header) -> None:
+def _check_entry(algorithm: Algorithm, spec: StateTensor, i: int, states: Sequence[State], header: Header) -> None:
     frame = algorithm.frame
     value, expected = states[i][spec.name], _shape(algorithm, spec, i, header)
     of_rank = has_row_of_each(algorithm, spec, header)
@@ -191,13 +194,13 @@ def _check_entry(algorithm: Algorithm, spec: StateSpec, i: int, states: Sequence
         frame.ranks.rows.check(value, states[0][RANK.name], header["world_size"])
 
 
-def _for_this_rank(algorithm: Algorithm, spec: StateSpec, rows: Tensor, header: Header) -> Tensor:
+def _for_this_rank(algorithm: Algorithm, spec: StateTensor, rows: Tensor, header: Header) -> Tensor:
     """Return what this rank takes of what was saved."""
     frame = algorithm.frame
     if not has_row_of_each(algorithm, spec, header):
         if spec.by_parameter:
             return local(rows)
-        return _cut(_found(frame.ranks.rows.own_of_shard(rows)), spec.tensor(algorithm).numel())
+        return _cut(_found(frame.ranks.rows.own_of_shard(rows)), spec.tensor.numel())
     as_it_was = header["world_size"] == frame.ranks.rows.shape[0] if spec.by_parameter else frame.cut_alike(header)
     if as_it_was:
         return _found(frame.ranks.rows.own(rows))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
-
 from ..algorithm import Algorithm
 from ..consensus import failure
 from .owner import Owner
@@ -24,9 +22,7 @@ def publish(state: Any, algorithm: Algorithm, before: Collection[str]) -> set[st
         Names of what is there now.
     """
     plist, layout, steps = algorithm.frame.parameters, algorithm.frame.layout, algorithm.frame.steps
-    shown = [spec for spec in algorithm.kept if spec.per == "element" and spec.shown(algorithm.compressed)]
-    found = {spec.name: spec.tensor(algorithm) for spec in shown if spec.applies(algorithm, algorithm.compressed)}
-    visible = {name: tensor for name, tensor in found.items() if tensor.dtype is not torch.uint8}  # no codes
+    visible = {kept.name: kept.tensor for kept in algorithm.kept() if kept.published and kept.wanted}
     for i, p in enumerate(plist.owners):
         parts = {name: plist.shaped(flat, i, layout.offset(i)) for name, flat in visible.items()}
         if i in plist.masters:
@@ -48,23 +44,24 @@ class _Kept:
         algorithm, plist, published = optimizer.algorithm, optimizer.frame.parameters, optimizer.published
         self.others = algorithm.carried()
         plist.refresh_masters()
-        specs = algorithm.specs()
-        self._coded = [spec for spec in specs if spec.per == "element" and spec.tensor(algorithm).dtype is torch.uint8]
-        self._tables = [spec for spec in specs if spec.per == "tensor"]
-        state = optimizer.state
+        kept, state = algorithm.kept(), optimizer.state
+        coded = [each for each in kept if each.per == "element" and each.exponents is not None]
+        tables = [each for each in kept if each.per == "tensor" and each.wanted]
         self._views = {p: {k: v.clone() for k, v in state[p].items() if k in published} for p in plist.owners}
-        self._codes = {id(p): [algorithm.part_of(s, i) for s in self._coded] for i, p in enumerate(plist.owners)}
-        self._columns = {id(p): [s.tensor(algorithm)[..., i] for s in self._tables] for i, p in enumerate(plist.owners)}
+        numbers = list(enumerate(plist.owners))
+        self._codes = {id(p): {each.name: each.part(optimizer.frame, i) for each in coded} for i, p in numbers}
+        self._columns = {id(p): {each.name: each.tensor[..., i] for each in tables} for i, p in numbers}
         self._masters = {id(plist.owners[i]): plist.master(i) for i in plist.corrected}
 
     def put_back(self, optimizer: Owner) -> None:
         """Fill the state of an optimizer that was laid out anew."""
         algorithm, plist = optimizer.algorithm, optimizer.frame.parameters
+        kept = {each.name: each for each in algorithm.kept() if each.wanted}
         for i, p in enumerate(plist.owners):
-            for spec, column in zip(self._tables, self._columns.get(id(p), ()), strict=False):
-                spec.tensor(algorithm)[..., i] = column
-            for spec, part in zip(self._coded, self._codes.get(id(p), ()), strict=False):
-                algorithm.keep_part(spec, i, part)
+            for name, column in self._columns.get(id(p), {}).items():
+                kept[name].tensor[..., i] = column
+            for name, part in self._codes.get(id(p), {}).items():
+                kept[name].keep(algorithm.frame, i, part)
             if id(p) in self._masters:
                 plist.load_master(i, self._masters[id(p)])
         for p, views in self._views.items():

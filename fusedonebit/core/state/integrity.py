@@ -180,7 +180,7 @@ def _part(algorithm: Algorithm, i: int, key: str, value: Tensor, header: State) 
 
 def check_values(algorithm: Algorithm, states: Sequence[State], header: State) -> None:
     """Raise ValueError for the first tensor with values that no run can have had."""
-    signs = {spec.name: spec.not_negative for spec in algorithm.kept} | {"exp_avg_sq": True}
+    signs = {name: kept.not_negative for name, kept in entries.declared(algorithm).items()} | {"exp_avg_sq": True}
     for state, name in zip(states, algorithm.frame.parameters.names, strict=True):
         for key, value in state.items():
             if key == "step":

@@ -71,7 +71,7 @@ def check_header(optimizer: Owner, header: State) -> None:
     writer = header.get("algorithm", "one of torch.optim")
     if writer != frame.name and not optimizer.algorithm.continues:
         raise ValueError(f"the checkpoint must be of {frame.name}, got {writer}")
-    optimizer.algorithm.check_plain_state(header)
+    optimizer.algorithm.check_values(header)
     if not is_compressed(header):
         return
     own = {
@@ -104,11 +104,11 @@ def _check_fields(optimizer: Owner, header: State) -> None:
     """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
     must, own = ["phase", "updates", "skipped"], optimizer.frame.wrote(header)  # then all must be there that it reads
     if own and (is_compressed(header) or not any(optimizer.algorithm.phases.values())):
-        must += [key for key, field in optimizer.algorithm.header_fields.items() if field.required]
+        must += [key for key, field in optimizer.algorithm.fields().items() if field.required]
     for key in must:
         if key not in header:
             raise ValueError(f"the checkpoint's header is damaged: it lacks {key}; load another checkpoint")
-    check_each(header, BASE | {key: field.rule for key, field in optimizer.algorithm.header_fields.items()}, "")
+    check_each(header, BASE | {key: field.rule for key, field in optimizer.algorithm.fields().items()}, "")
     if own:
         _check_own(optimizer, header)
 
@@ -117,7 +117,7 @@ def _check_own(optimizer: Owner, header: State) -> None:
     if header.get("trained") and "step" not in header.get("names", ["step"]):
         damaged("names", "have step", header["names"])
     tensors, groups = len(optimizer.frame.parameters), len(optimizer.param_groups)
-    for key, field in optimizer.algorithm.header_fields.items():
+    for key, field in optimizer.algorithm.fields().items():
         told = header.get(key)
         if not field.one_per or not isinstance(told, list):
             continue
@@ -350,17 +350,17 @@ def _fill(optimizer: Owner, states: Sequence[State], header: State, saved_groups
     frame.steps.of_each.copy_(torch.tensor(steps, dtype=torch.float64))
     if any(added):
         shared = header.keys() & {
-            key for key, field in optimizer.algorithm.header_fields.items() if field.one_per == "updates"
+            key for key, field in optimizer.algorithm.fields().items() if field.one_per == "updates"
         }
         header = {**header, **{key: [header[key] - before for before in added] for key in shared}}
     frame.ranks.transport.traffic.bytes_total = header.get("bytes_total", 0)
-    optimizer.algorithm.resume(header)
+    optimizer.algorithm.load(header)
     compressed = is_compressed(header)
     for spec, i in entries.of(optimizer.algorithm, compressed, header["names"]):
         entries.take(optimizer.algorithm, spec, i, states[i], header)
     if not compressed and "masks" in header and _masked_otherwise(optimizer, header):
         _forget_masked(optimizer)
-    optimizer.algorithm.resumed(header)
+    optimizer.algorithm.loaded(header)
     optimizer.publish_state()
 
 
@@ -372,6 +372,6 @@ def _steps(state: State) -> float:
 def _forget_masked(optimizer: Owner) -> None:
     """Clear the moments of what a mask keeps still now: sums over a whole buffer must not find them."""
     live = optimizer.frame.live.mask()
-    for spec in optimizer.algorithm.specs(False):
-        if spec.per == "element" and not spec.holds_parameters:
-            spec.tensor(optimizer.algorithm).masked_fill_(~live, 0.0)
+    for kept in optimizer.algorithm.kept(False):
+        if kept.wanted and kept.per == "element" and not kept.holds_parameters:
+            kept.tensor.masked_fill_(~live, 0.0)

@@ -6,9 +6,9 @@ rounded value of, also where only corrections are kept here. Loading takes that 
 before or after; where by the next step a parameter is not the rounded value of its master, the parameter counts. Where
 the checkpoint has none masters begin as their parameters.
 
-What else there is the optimizers declare (``StateSpec``): with each parameter, or, along the flat index space, with the
-first, as rows of each of W replicas and S shards (``Rows``) beside ``rank``, int64 [W, S, 1], which says whose row it
-is. Of rows a rank has its own alone; they are DTensors, so that ``torch.distributed.checkpoint`` saves all of them
+What else there is the algorithms declare (``StateTensor``): with each parameter, or, along the flat index space, with
+the first, as rows of each of W replicas and S shards (``Rows``) beside ``rank``, int64 [W, S, 1], which says whose row
+it is. Of rows a rank has its own alone; they are DTensors, so that ``torch.distributed.checkpoint`` saves all of them
 (``fusedonebit.dcp``). ``torch.save`` works as well: then each rank saves, and loads, its own file.
 
 Momentum and residuals are in the unit in which they are compressed. The header, all that is no tensor, is JSON in the
@@ -55,7 +55,7 @@ def save(optimizer: Owner) -> dict[str, Any]:
     frame = optimizer.frame
     frame.steps.refuse_if_broken()
     optimizer.algorithm.catch_up()
-    optimizer.algorithm.settle()
+    optimizer.algorithm.prepare_to_save()
     packed = _packed(optimizer)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
@@ -181,7 +181,7 @@ def _header(optimizer: Owner) -> dict[str, Any]:
         "options": numerics(optimizer.frame),
         "bytes_total": frame.ranks.transport.traffic.bytes_total,
         **frame.cut(),
-        **optimizer.algorithm.plain_state(),
+        **optimizer.algorithm.values(),
     }
 
 

@@ -1,0 +1,56 @@
+"""What algorithms are made of: parts, each of which keeps something from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .header import Fields
+from .state_tensor import StateTensor
+
+
+class Part:
+    """Skeleton of a part of an algorithm, which keeps nothing: one that does says what.
+
+    Checkpoints have what all of an algorithm's parts keep.
+    """
+
+    header_fields: ClassVar[Fields] = {}
+    """What it keeps as plain values, in the header of its checkpoints; ``plain_state`` returns them."""
+
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        """Return what it keeps as tensors, in a compressed stage or in another; to no avail until that is entered."""
+        return ()
+
+    def held(self) -> Sequence[Tensor]:
+        """Return what else the next step needs of the last, and tables."""
+        return ()
+
+    def scratch(self) -> Sequence[Tensor]:
+        """Return what only serves within a step, besides a reducer's."""
+        return ()
+
+    def settle(self) -> None:
+        """Bring what it keeps into the form in which that is saved."""
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return the values of ``header_fields``; may wait for the device."""
+        return {}
+
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        """Raise ValueError if a checkpoint's can't be taken up."""
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        """Take up a checkpoint's plain values, and make all buffers that it needs, still empty."""
+
+    def resumed(self, header: Mapping[str, Any]) -> None:
+        """Take note that the buffers are filled."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return what it adds to ``DistributedOptimizer.stats``."""
+        return {}
+
+    def close(self) -> None:
+        """Give back hooks, and memory that another is about to take up in its place."""

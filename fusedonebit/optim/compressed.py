@@ -1,0 +1,241 @@
+"""1-bit Adam's compression stage; 1-bit LAMB's differ from it in what follows the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Flag, Told
+from ..comm.reducer import Compress
+from ..comm.squares import NOWHERE, Looks
+from ..core.averages import Averages
+from ..core.exchange import FeedbackExchange
+from ..core.frame import Frame
+from ..core.options import Made
+from ..core.overlap import make_reducer
+from ..core.stage import Stage
+from ..core.state_tensor import StateTensor
+from ..triton_kernels import Coef, update_sums
+from ..triton_kernels.nouns import Divisor, Limit
+from ..triton_kernels.scaling import SQUARES
+from .guard import LEAST_SQUARE, DivergenceGuard
+from .moments import MomentBuffers
+from .onebit_options import OneBitOptions
+from .variance import FrozenVariance, SharedVariance
+from .warm_up import WarmUp
+
+
+class Compressed(Stage):
+    """1-bit Adam's compression stage.
+
+    Args:
+        frame: Of the optimizer.
+        moments: Those of the warm-up, in whose memory residuals are.
+        warm_up: What was before.
+
+    Attributes:
+        variance: v, by whose root updates are divided.
+        guard: What refuses updates that are far too large.
+        unit: float32 [tensors], the unit in which each tensor's momentum is compressed; None: 1.
+        running: Whether this is the present stage.
+    """
+
+    can_capture = True
+    renews = True
+    options: OneBitOptions
+    exchange: FeedbackExchange
+
+    def __init__(self, frame: Frame, moments: MomentBuffers, warm_up: WarmUp) -> None:
+        super().__init__(frame)
+        self.moments, self.warm_up, options = moments, warm_up, self.options
+        self.running = False
+        self.unit: Tensor | None = None
+        squares = options.variance_dtype if options.lives else None
+        reducer = make_reducer(self, moments.exp_avg, moments.exponents, squares)
+        self.exchange = FeedbackExchange(frame, reducer)
+        self.variance = FrozenVariance()
+        if options.lives:
+            self.variance = SharedVariance(frame, options, moments, self.exchange, warm_up)
+        self.weighs = SQUARES if options.lives else 1  # a shared variance weighs gradients' squares, too
+        coarse = not options.precondition and options.scale_scope != "block"
+        self.guard = DivergenceGuard(frame.device, coarse, options.guard != "off")
+        self._rounds = moments.narrow or squares not in (None, torch.float32)
+
+    # ---------------------------------------------------------------- the step
+
+    def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
+        """Take a step of the compression stage, its lines numbered as in 1-bit LAMB's Algorithm 1, 1-bit Adam's.
+
+        With ``precondition``, the default, line 13's division by sqrt(v) + eps is in line 6: gradients are divided
+        before anything is compressed, and m, e and E are in units of the update.
+        """
+        exchange, reducer = self.exchange, self.exchange.reducer
+        agreed = self.agree(grads, coef)  # on clipping and loss scales, where there are any
+        told = exchange.begin(self.told(abort, agreed.hold)._replace(limit=self.limit(coef)))
+        # Lines 6 and 7: m_i = beta1*m + (1 - beta1)*g_i; C(m_i + e_i) is written, and e_i becomes what that loses.
+        reducer.write(self.compressing(grads, agreed.coef, agreed.factor), told)
+        reducer.send()  # line 8: chunk k goes to server k
+        reducer.serve(told)  # line 10: it averages what arrives, adds E, compresses, and keeps what that loses
+        reducer.gather()  # line 11
+        reducer.receive(told)  # line 13: m, the same on all workers
+        coef = exchange.received(coef)
+        if self.tells:  # the next step renews v
+            self.variance.share()
+        self.update(coef)
+        return exchange.end()
+
+    def update(self, coef: Tensor) -> None:
+        """Move the parameters by m, as line 13 says: x = x - lr * m / (sqrt(v) + eps), with the variance as it is."""
+        self.exchange.apply(coef, self.divisor)
+
+    def begin_step(self) -> None:
+        """Renew v if it is time; alike on all ranks."""
+        if self.variance.begin_step():
+            self.weigh_guard()
+
+    @property
+    def tells(self) -> bool:
+        """Tell whether ranks share squares in this step; a captured one would in each replay."""
+        return self.variance.due and not self.frame.steps.captured
+
+    def told(self, abort: bool, hold: Tensor | None = None) -> Told:
+        """Return what this rank tells the others, but for the guard's limit."""
+        return self.exchange.told(abort, hold, self.frame.steps.updates if self._rounds else None)
+
+    def limit(self, coef: Tensor) -> Limit | None:
+        """Return the guard's, with this step's coefficients."""
+        return self.guard.limit_of(coef, self.frame.places.block_tensor) if self.guard.on else None
+
+    def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
+        """Return what compresses this rank's momentum, with these gradients, times ``factor``, in it."""
+        options = self.options
+        v, inside = self.moments.exp_avg_sq if options.precondition else None, options.eps_inside_sqrt
+        looks = Looks(self.frame.steps.updates, factor, self.tells) if options.lives else NOWHERE
+        return lambda part: part.compress(grads, coef, v, inside, looks)
+
+    @property
+    def divisor(self) -> Divisor | None:
+        """Return what updates are divided by at the end; None where gradients were, before compression."""
+        options = self.options
+        return None if options.precondition else Divisor(self.moments.exp_avg_sq, None, options.eps_inside_sqrt)
+
+    def table(self) -> Tensor:
+        """Return the coefficients of the coming step, be it this stage's or the warm-up's."""
+        frame, warm_up = self.frame, self.warm_up
+        frame.coefficients.memory = warm_up.memory
+        mean_sq = self.variance.mean_sq if self.running and not self.options.precondition else None
+        made = Made(frame.steps.of_each, warm_up.entered, warm_up.follows, self.unit, mean_sq)
+        return frame.coefficients(frame.hyper.taken, made)
+
+    def describe(self, flag: Flag) -> str:
+        if flag & Flag.VETO:
+            options = self.options
+            return self.guard.describe(options.guard == "rewarm", options.rewarm_steps, options.lives)
+        return self.exchange.describe()
+
+    def check_capture(self) -> None:
+        self.variance.check_capture()
+
+    # ---------------------------------------------------------------- from one stage to the other
+
+    def check_what_freezes(self) -> None:
+        """Raise RuntimeError, before anything is changed, if the warm-up has left nothing that could be frozen."""
+        if self.frame.steps.outcomes.updates == 0 and not self.warm_up.is_corrected:
+            raise RuntimeError(
+                "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
+                "with the state of an earlier run before the first step, or set freeze_step >= 1"
+            )
+
+    def take_over(self, averages: Averages) -> None:
+        """Take from the warm-up what is needed later: momentum and ``averages`` are still there."""
+
+    def leave(self) -> None:
+        """Take note that the warm-up begins again."""
+        self.running = False
+
+    # ---------------------------------------------------------------- what the guard is told
+
+    def factor(self) -> Tensor:
+        """Return what an update is multiplied with besides the learning rate: float32 [tensors]."""
+        return torch.ones(len(self.frame.layout.sizes), device=self.frame.device)
+
+    def update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
+        """Return the sum of (x/denom)^2 by block, float64 [B]; ``x`` None is 1."""
+        return update_sums(self.frame.places, x, self.moments.exp_avg_sq, self.options.eps_inside_sqrt, coef)
+
+    def arm_guard(self, last: Tensor) -> None:
+        """Tell the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
+        if not self.guard.on:
+            return
+        frame = self.frame
+        owner, live = frame.places.block_tensor, frame.live.numel.double()
+        factor = self.factor().double().square()[owner]
+        beta1 = self.table()[:, Coef.BETA1].double()[owner]
+        # Momentum of pure noise has this norm; a training run at rest may have less.
+        share = ((1 - beta1) / (1 + beta1)).clamp(min=LEAST_SQUARE)
+        noise = frame.ranks.shards.sum((live * factor * share).sum()).sqrt()
+        self.guard.arm(last, noise, self._update_weights())
+
+    def weigh_guard(self) -> None:
+        """Tell the guard of a variance that was renewed; preconditioned updates are divided already."""
+        if self.guard.on and not self.options.precondition:
+            self.guard.weigh(self._update_weights())
+
+    def _update_weights(self) -> Tensor:
+        """Return the square of the norm of an update by block where all sizes are 1: float64 [B]."""
+        frame = self.frame
+        owner, coef = frame.places.block_tensor, self.table()
+        weight = frame.live.numel.double() if self.options.precondition else self.update_sums(None, coef)
+        factor = self.factor().double().square()[owner]
+        return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
+
+    # ---------------------------------------------------------------- what it keeps, and tells
+
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        """Return the squares of this worker's gradients, where the variance is renewed of them."""
+        if not compressed:
+            return ()
+        squares, exponents = self.exchange.reducer.worker_sq, self.exchange.reducer.octaves
+        how: dict[str, Any] = {"of_rank": True, "not_negative": True, "wanted": squares is not None}
+        if squares is None:
+            return (StateTensor("worker_sq", "part", torch.empty(0), **how),)
+        return (StateTensor("worker_sq", "part", squares, None if exponents is None else exponents[2], **how),)
+
+    def settled(self) -> dict[str, Any]:
+        """Return options that say in which unit, or with what, the stage goes on."""
+        own = self.options
+        told: dict[str, Any] = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
+        told["frozen_dtype"] = str(own.variance_dtype)
+        return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
+
+    def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
+        """Take up what an earlier run has kept of each tensor, by name."""
+
+    def layer_stats(self) -> dict[str, list[Any]]:
+        """Return the ratio of this rank's residual to the momentum; 0 in the warm-up and where a step was skipped.
+
+        From the sums over blocks that the last step has made anyway: no element is read, nothing of full size made.
+        """
+        frame = self.frame
+        squares = torch.zeros(2, len(frame.layout.sizes), dtype=torch.float64, device=frame.device)
+        if self.running:
+            squares.index_add_(1, frame.places.block_tensor, self.exchange.reducer.squares_by_block())
+        error, momentum = squares
+        return {"residual_over_momentum": torch.where(momentum > 0, error / momentum, 0.0).sqrt().tolist()}
+
+    def stats(self) -> dict[str, Any]:
+        reducer = self.exchange.reducer
+        compensated, worker_error, server_error = reducer.norms()
+        return {
+            "residual_over_momentum": reducer.residual_ratio() if self.running else 0.0,
+            "compensated_norm": compensated,
+            "worker_error_norm": worker_error,
+            "server_error_norm": server_error,
+        }
+
+    def described(self) -> list[str]:
+        """Return more lines for ``repr``."""
+        return []

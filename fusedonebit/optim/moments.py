@@ -1,0 +1,99 @@
+"""Momentum and variance as they are stored: in float32, in bfloat16, or in codes of a byte; and AdamW's update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..core.frame import Frame
+from ..core.part import Part
+from ..core.state_tensor import StateTensor
+from ..triton_kernels import adam_update
+from ..triton_kernels.codes import in_float32, keep_nearest
+from ..triton_kernels.nouns import Moments
+
+
+class MomentBuffers(Part):
+    """The moments of all parameters, by flat index.
+
+    Args:
+        frame: Of the optimizer; ``Numerics(state=...)`` says in which form they are stored.
+
+    Attributes:
+        exp_avg: m, [P]; in the compression stage workers' compensated values are there.
+        exp_avg_sq: v, [P].
+        exponents: Of codes, those of each block: of m, of v, and of what is stored beside in the same form, uint8
+            [3, B]; None: there are no codes.
+        squares: Sums of v by block, float64 [B], which updates write where somebody watches v; else None.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame, self.narrow = frame, frame.options.state != "fp32"
+        dtype, layout, device = frame.options.moments_dtype, frame.layout, frame.device
+        self.exp_avg, self.exp_avg_sq = (torch.zeros(layout.numel, dtype=dtype, device=device) for _ in range(2))
+        coded = frame.options.state == "8bit"
+        self.exponents = torch.zeros(3, layout.n_blocks, dtype=torch.uint8, device=device) if coded else None
+        self.squares: Tensor | None = None
+
+    @property
+    def stored(self) -> Moments:
+        """Return m and v as ops take them."""
+        drawn = self._frame.steps.updates if self.narrow else None
+        return Moments(self.exp_avg, self.exp_avg_sq, self.exponents, drawn)
+
+    def watch(self) -> None:
+        """Let updates write ``squares`` from now on."""
+        self.squares = torch.zeros(self._frame.layout.n_blocks, dtype=torch.float64, device=self._frame.device)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Let moments that are stored in codes be float32 for a while, which takes 8 bytes an element as long."""
+        if self.exponents is None:
+            yield
+            return
+        m, v = self.stored.stored
+        self.exp_avg, self.exp_avg_sq = in_float32(*m), in_float32(*v, signed=False)
+        try:
+            yield
+            keep_nearest(self.exp_avg, *m)
+            keep_nearest(self.exp_avg_sq, *v, signed=False)
+        finally:
+            self.exp_avg, self.exp_avg_sq = m.numbers, v.numbers
+
+    # ---------------------------------------------------------------- a part of an algorithm
+
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        """Return both; in a compressed stage v alone, as residuals are where m was. Nobody else could read codes."""
+        of_m, of_v = (None, None) if self.exponents is None else self.exponents[:2]
+        shown = self.exponents is None
+        m = StateTensor("exp_avg", "element", self.exp_avg, of_m, published=shown)
+        v = StateTensor("exp_avg_sq", "element", self.exp_avg_sq, of_v, published=shown, not_negative=True)
+        return (v,) if compressed else (m, v)
+
+    def held(self) -> Sequence[Tensor]:
+        return [tensor for tensor in (self.exponents, self.squares) if tensor is not None]
+
+    def close(self) -> None:
+        self.exp_avg, self.exp_avg_sq = self.exp_avg.new_empty(0), self.exp_avg_sq.new_empty(0)
+
+
+class AdamUpdate:
+    """AdamW's update from averaged gradients: what ``AdamW`` does always, and 1-bit Adam in its warm-up.
+
+    Args:
+        frame: Of the optimizer.
+        moments: Which it updates.
+    """
+
+    def __init__(self, frame: Frame, moments: MomentBuffers) -> None:
+        self._frame, self._moments = frame, moments
+
+    def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
+        """Make one update, as ``averaging.Update``."""
+        frame, moments = self._frame, self._moments
+        flag, before = found or (None, None)
+        how = (moments.squares, frame.rounding, flag, before, frame.parameters.correction)
+        adam_update(frame.parameters.dense, grads, frame.places, moments.stored, coef, skip, *how)

@@ -1,0 +1,99 @@
+"""Options of 1-bit LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from ..core.settings import LAYERWISE, NUMERICS, VARIANCE_FLOOR, Layerwise, names_of
+from .lamb import LambOptions
+from .onebit_options import OneBitOptions
+
+RATIOS = ("r_min", "r_max", "r_threshold")
+"""What bounds r, by the names that groups may give it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitLambOptions(OneBitOptions, Layerwise):
+    """Settings of ``OneBitLamb``; ``variant`` is ``fusedonebit.deepspeed``'s."""
+
+    precondition: bool = False
+    bias_correction: bool = False
+    variance_floor: float | None = VARIANCE_FLOOR
+    variant: Literal["paper", "deepspeed"] = "paper"
+
+    objects: ClassVar[dict[str, Any]] = {**OneBitOptions.objects, "layerwise": Layerwise}
+    takes: ClassVar[frozenset[str]] = (OneBitOptions.takes - {"state"}) | names_of(Layerwise) | {"variant"}
+    grouped: ClassVar[tuple[str, ...]] = (*LambOptions.grouped, *RATIOS)
+    told: ClassVar[tuple[str, ...]] = (*(name for name in OneBitOptions.told if name != "state"), "variant")
+
+    @classmethod
+    def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:
+        """Settle the arguments; with a shared v, updates are preconditioned, corrected and floored as Adam's."""
+        made, said = super().of(optimizer, arguments), arguments.get("numerics", NUMERICS)
+        if not made.lives:
+            return made
+        return replace(
+            made,
+            precondition=made.precondition or said.precondition is None,
+            bias_correction=made.bias_correction or said.bias_correction is None,
+            variance_floor=said.variance_floor,
+        )
+
+    @property
+    def ratios(self) -> bool:
+        """Tell whether c follows the ratio r of the frozen variance to a fresh one."""
+        return self.adaptive and not self.lives
+
+    @property
+    def layerwise(self) -> str:
+        """Name which of the paper's two algorithms it is, as checkpoints do."""
+        return "adaptive" if self.adaptive else "frozen"
+
+    @property
+    def deepspeed(self) -> bool:
+        """Tell whether coefficients are made as DeepSpeed does."""
+        return self.variant == "deepspeed"
+
+    @property
+    def scales_momentum(self) -> bool:
+        """Tell whether each layer has a unit of its own; preconditioned momentum has one per coordinate."""
+        return not self.precondition if self.momentum_scaling is None else self.momentum_scaling
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that makes no sense."""
+        super().check()
+        self.check_ratios(vars(self))
+        of = f'variance="{self.variance}"'
+        if self.lives and not self.precondition:
+            raise ValueError(
+                f"precondition must be True or None with {of}, got False: coefficients are of updates; or pass "
+                'variance="frozen"'
+            )
+        if self.lives and self.variant != "paper":
+            raise ValueError(
+                f"layerwise must be a Layerwise with {of}, got DeepSpeedLayerwise, whose variance is frozen; or pass "
+                "freeze_step"
+            )
+        if self.lives and not self.adaptive:
+            raise ValueError(
+                f'adaptive must be True with {of}, got False: coefficients follow updates; or pass variance="frozen"'
+            )
+        if self.precondition and self.momentum_scaling:
+            raise ValueError(
+                "momentum_scaling must be False or None with Numerics(precondition=True), got True: "
+                "each coordinate already has a unit of its own"
+            )
+
+    def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
+        super().check_group(group, name, world_size)
+        self.check_ratios(group, f" in {name}" if name else "")
+
+    def check_ratios(self, given: Mapping[str, Any], where: str = "") -> None:
+        """Raise ValueError where a bound of r is given and no r is formed."""
+        of = f'variance="{self.variance}"' if self.lives else "Layerwise(adaptive=False)"
+        for name in RATIOS:
+            if not self.ratios and (got := given[name]) != (usual := getattr(LAYERWISE, name)):
+                way_out = "; or pass freeze_step" if self.lives else ""
+                raise ValueError(f"{name} must be {usual} with {of}, got {got!r}{where}: no ratio is formed{way_out}")

@@ -1,0 +1,125 @@
+"""Which rounds 0/1 Adam takes: those that policies ask for, as all ranks have agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..comm import agree
+from ..core.consensus import failure
+from ..core.frame import Frame
+from ..core.header import COUNT, FLAG, POSITIVE, Field, Fields, Rule, list_of
+from ..core.part import Part
+from .policies import Progress, Round, SyncPolicy, VariancePolicy, next_round, planned, progress_after
+from .rounds import RoundCount
+
+_ROUND = Rule(
+    lambda v: isinstance(v, list) and len(v) == 2 and FLAG.holds(v[0]) and POSITIVE.holds(v[1]),
+    "a list of true or false and an int >= 1",
+)
+
+
+class RoundPlan(Part):
+    """The present round, and those that are to follow.
+
+    Args:
+        frame: Of the optimizer.
+        count: The steps of its rounds.
+        policies: What says which rounds there are.
+
+    Attributes:
+        round: The present one.
+        confirmed: What was done in rounds of which all ranks know how they ended.
+    """
+
+    header_fields: ClassVar[Fields] = {
+        "done": Field(list_of(COUNT, 4)),
+        "uncounted": Field(COUNT, False),
+        "round": Field(_ROUND),
+    }
+
+    def __init__(self, frame: Frame, count: RoundCount, policies: tuple[VariancePolicy | None, SyncPolicy]) -> None:
+        self._frame, self._count, self._policies = frame, count, policies
+        self.round, self._coming = Round(renews=True, steps=1), list[Round]()
+        self.confirmed = Progress(0, 0, 0, 0)
+
+    @property
+    def done(self) -> Progress:
+        """Return what was done before this round, as far as all ranks know: only that may decide which comes next."""
+        done = self.confirmed
+        for _, this in self._count.unsettled:
+            done = done.after(this, this.steps)
+        return done
+
+    def progress(self) -> Progress:
+        """Return what was done, without the rounds that were skipped, as far as this rank knows."""
+        done = self.confirmed
+        for attempt, this in self._count.unsettled:
+            skipped = self._frame.steps.outcomes.seems_skipped(attempt)
+            done = done.without(this) if skipped else done.after(this, this.steps)
+        return done._replace(steps=done.steps + self._count.local)
+
+    @property
+    def next(self) -> Round:
+        """Return the round that begins next."""
+        return self._coming[0] if self._coming else next_round(*self._policies, self.done)
+
+    @property
+    def is_last_step(self) -> bool:
+        """Tell whether the coming step is the round's last."""
+        return self._count.local == self.round.steps - 1
+
+    def enter_step(self) -> None:
+        """Begin the next planned round if the last one has ended; alike on all ranks."""
+        self.settle_ended()
+        if self._count.local == 0:
+            if not self._coming:
+                self._plan_from(self.done)
+            self._frame.steps.changing = True
+            self.round = self._coming.pop(0)
+            self._count.tag = self.round.steps
+        if self.is_last_step and not self._coming:
+            # Now, as ranks meet anyway; what is wrong with later rounds is told where they begin.
+            failure(lambda: self._plan_from(self.done.after(self.round, self.round.steps)))
+
+    def settle_ended(self) -> None:
+        """Count rounds that have ended and were not skipped; else policies are asked again without them."""
+        self._count.settle_ended(self._settle)
+
+    def _settle(self, this: Round, skipped: bool) -> None:
+        self.confirmed = self.confirmed.without(this) if skipped else self.confirmed.after(this, this.steps)
+        if skipped:
+            self._coming = []
+
+    def _plan_from(self, done: Progress) -> None:
+        """Ask for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
+        frame = self._frame
+        plan: list[Round] = []
+        error: Exception | None = None
+        try:
+            plan = planned(*self._policies, done)
+        except Exception as caught:
+            error = caught
+        facts = [(f"round {done.rounds + i}", str(each)) for i, each in enumerate(plan)]
+        hint = "policies must answer alike on all ranks, as functions of their argument alone"
+        agree(frame.ranks.transport, facts, frame.device, error, hint)
+        self._coming = plan
+
+    # ---------------------------------------------------------------- a part of an algorithm
+
+    def plain_state(self) -> dict[str, Any]:
+        done = self.progress()
+        return {"done": list(done[:4]), "uncounted": done.skipped, "round": list(self.round)}
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
+            if header["updates"]:  # else there is no variance yet
+                self.confirmed = progress_after(*self._policies, header["updates"])
+            return
+        done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
+        self.confirmed = done._replace(steps=done.steps - self._count.local)
+        self.round = Round(*header["round"])
+
+    def stats(self) -> dict[str, Any]:
+        done = self.progress()
+        return {"rounds": done.rounds, "renewals": done.renewals, "round_steps": self.round.steps}

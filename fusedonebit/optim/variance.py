@@ -1,0 +1,313 @@
+"""The variance of a compression stage: frozen, or shared, that is renewed for some hundredths of a byte per step.
+
+1-bit Adam freezes v because no rank knows the mean gradient any more, whose squares v averages. But each of the W
+workers knows its own gradient g_w, and two numbers made of it are enough to renew v while momentum travels as bits
+(docs/numerics.md, "A variance that lives"):
+
+    shape    s_w, the moving average of g_w^2, sent as logarithms of 8 bits. The workers' mean of s_w has the shape of
+             v, but is up to W times as large, as it includes noise that averaging gradients removes.
+    level    projections r.g_w on random signs r, which are the same on all workers. The workers' mean is
+             r.(mean g), and E (r.(mean g))^2 = |mean g|^2.
+
+By tensor, v = mean of s_w * level / sum(mean of s_w). A renewal computes this from what ranks have just shared: after
+the warm-up often, later every ``LONGEST`` steps. Between renewals v is constant, and the same on all ranks. Where
+updates are preconditioned, a renewal multiplies momentum and residuals by the old denominator over the new one, so that
+error feedback stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..comm.feedback import Unit
+from ..core.exchange import FeedbackExchange
+from ..core.frame import Frame
+from ..core.header import COUNT, Field, Fields, damaged, list_of, or_none
+from ..core.part import Part
+from ..core.state_tensor import StateTensor
+from ..core.telemetry import HostMirror
+from ..errors import warn
+from ..triton_kernels import Coef, live_variance, renew_levels
+from ..triton_kernels.renewal import FACTORS, FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
+from .moments import MomentBuffers
+from .onebit_options import OneBitOptions, warmup_steps
+from .warm_up import WarmUp
+
+LONGEST = 50
+"""Steps between two renewals at most."""
+
+SHARE_OF_AGE = 4
+"""Before, a renewal follows after so much of what was done since the freeze, or since tensors came alive."""
+
+MOST_REPLAYS = 2 * LONGEST
+"""Replayed steps without a renewal of which nobody is told."""
+
+NOTICED_AFTER = 2
+"""Steps until the host knows which tensors have come alive, or stir."""
+
+LOOKED_AFTER = 8
+"""While tensors wait for their first gradient, steps between two looks whether one has had it."""
+
+STIRS = 1 << 30
+"""What the host is told of such a tensor, instead of how many are awake."""
+
+REPLAYED = (
+    "{} steps were replayed by a CUDA graph since the variance was last renewed, which no graph can do: take an "
+    f"uncaptured step in each {LONGEST}, on all ranks"
+)
+
+LEAST_COUNTS = 8
+"""Of a state's plain values; behind them are those that are on their way to the host."""
+
+
+class FrozenVariance(Part):
+    """The variance as it was when the compression stage began: nobody renews it.
+
+    Attributes:
+        due: Whether ranks share squares in this step, so that the next step begins with a renewal.
+        mean_sq: float64 [tensors], the mean of v in each tensor, 0 while it waits for its first gradient; None: none
+            waits.
+        renewals: How often it was renewed.
+    """
+
+    header_fields: ClassVar[Fields] = {"renewals": Field(or_none(list_of(COUNT)), False)}
+    due: bool = False
+    mean_sq: Tensor | None = None
+    renewals: int = 0
+
+    def begin(self, mean: Tensor, coef: Tensor) -> None:
+        """Take over the warm-up's v; see ``SharedVariance.begin``."""
+
+    def begin_step(self) -> bool:
+        """Renew v if the last step shared squares; return whether it did. All ranks decide alike."""
+        return False
+
+    def share(self) -> None:
+        """Exchange with all ranks what the next renewal needs."""
+
+    def renew(self) -> bool:
+        """Renew v from what ranks have shared since the last renewal; return whether they have."""
+        return False
+
+    def waiting(self) -> list[int] | None:
+        """Return indices of tensors that wait for their first gradient; None: such tensors were left out."""
+        return None
+
+    def check_capture(self) -> None:
+        """Raise RuntimeError if no CUDA graph can capture this step."""
+
+    def plain_state(self) -> dict[str, Any]:
+        return {"renewals": None}
+
+    def stats(self) -> dict[str, Any]:
+        return {"renewals": self.renewals}
+
+
+class SharedVariance(FrozenVariance):
+    """The shared variance: when it is renewed, and from what.
+
+    A renewal takes two steps. In a step that is ``due``, ranks exchange squares and projections after the momentum
+    (``share``); the next step begins with the renewal. The first step is due, later ones after a quarter of ``age``, at
+    most ``LONGEST`` steps. All ranks decide alike.
+
+    Args:
+        frame: Of the optimizer.
+        options: Its.
+        moments: Which hold v.
+        exchange: Of the compression stage.
+        warm_up: Which says how many updates have entered v.
+
+    Attributes:
+        levels: float32 [5, tensors], each tensor's level, its weight and what else ``renew_levels`` carries over.
+        steps: Steps since the warm-up.
+        age: Steps since the warm-up, or since a tensor last had its first gradient.
+        since: Steps since the last renewal.
+        numels: float64 [tensors], elements of each tensor on all shards.
+    """
+
+    mean_sq: Tensor
+
+    def __init__(
+        self,
+        frame: Frame,
+        options: OneBitOptions,
+        moments: MomentBuffers,
+        exchange: FeedbackExchange,
+        warm_up: WarmUp,
+    ) -> None:
+        self._options = options
+        self._frame, self._moments, self._exchange, self._warm_up = frame, moments, exchange, warm_up
+        tensors, device = max(1, len(frame.layout.sizes)), frame.device
+        self.levels = torch.zeros(LEVELS, tensors, device=device)
+        self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
+        self._factors = torch.zeros(FACTORS, tensors, device=device)
+        self.numels = torch.zeros_like(self.mean_sq)
+        self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
+        self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
+        self._eases_after = self._replays = 0
+        self._eases, self._eased = options.scale_norm == "relaxed", True  # as the reducer is made
+        self.steps = self.age = self.since = self.renewals = 0
+        self.due = self._shared = self._renewed = False
+
+    # ---------------------------------------------------------------- when
+
+    def begin_step(self) -> bool:
+        """Renew v if the last step shared squares, and decide whether this step does; return whether it was renewed."""
+        renewed = self.renew()
+        if (replays := self._frame.steps.count.replays) != self._replays:
+            self._count_replays(replays)
+        asked = False
+        for word in self._mirror.push(self._word()):
+            asked |= word == STIRS
+            if STIRS > word > self._known:
+                self.age, self._known = 0, word
+        self._renewed = False
+        self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
+        if self._eases and self._eased is not (self.steps > self._eases_after):
+            self._ease()
+        self.due = asked or self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
+        return renewed
+
+    def _count_replays(self, replays: int) -> None:
+        """Count the steps that CUDA graphs have replayed since the last call; warn if they were too many."""
+        since, self._replays = replays - self._replays, replays
+        self.steps, self.age, self.since = self.steps + since, self.age + since, self.since + since
+        if since > 0 and self.since > MOST_REPLAYS:
+            warn(REPLAYED.format(self.since))
+
+    def check_capture(self) -> None:
+        """Raise RuntimeError in the steps after the warm-up in which ``"relaxed"`` scales are still contractive."""
+        left = self._eases_after + 1 - self.steps
+        if self._eases and left > 0:
+            raise RuntimeError(
+                f"a step can't be captured in a CUDA graph in the first {self._eases_after} after the warm-up, whose "
+                f"scales are measured otherwise; take {left} more uncaptured, or pass "
+                'Numerics(scale_norm="contractive")'
+            )
+
+    def _word(self) -> Tensor | int:
+        """Return what the host should know of tensors that wait for their first gradient, int32 [1], or 0: nothing.
+
+        After a renewal it is how many have had it so far ("woken"), in other steps ``STIRS`` if one has just had it.
+        """
+        frame = self._frame
+        if self._renewed:
+            return self._woken
+        if self._known >= self._asleep or self.steps % LOOKED_AFTER:
+            return 0
+        moves = (self._exchange.reducer.scale > 0) & (self.mean_sq == 0)[frame.places.block_tensor]
+        return frame.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
+
+    def _ease(self) -> None:
+        """Choose the ``scale_norm`` of this step, and of those that follow; the same on all ranks."""
+        if self._eases:
+            self._eased = self.steps > self._eases_after
+            self._exchange.reducer.set_norm("relaxed" if self._eased else "contractive")
+
+    # ---------------------------------------------------------------- what
+
+    def begin(self, mean: Tensor, coef: Tensor) -> None:
+        """Take over the warm-up's v, dividing it by Adam's bias correction.
+
+        Args:
+            mean: float32 [tensors], the mean of each tensor's v > 0, uncorrected, 0 where it has none; becomes the
+                corrected mean.
+            coef: The coefficients with which v is corrected, float32 [tensors, columns of ``Coef``].
+        """
+        frame = self._frame
+        v, layout = self._moments.exp_avg_sq, frame.layout
+        self._exchange.reducer.follow(v)
+        root = coef[:, Coef.RSQRT_BIAS2].double().square()
+        sums, _ = live_variance(frame.places, v)
+        self.levels[LEVEL] = self._by_tensor(sums).clamp(max=torch.finfo(torch.float32).max)
+        self.levels[WEIGHT] = 1.0 / root
+        self.levels[HELD] = self.levels[LEVEL]
+        self.levels[MEAN] = mean * root
+        self.levels[FOLLOWED] = frame.steps.of_each
+        self.mean_sq.copy_(self.levels[MEAN])
+        v.view(layout.n_blocks, -1).mul_(root.float()[frame.places.block_tensor, None])
+        self._warm_up.correct((mean == 0) & (frame.steps.of_each == 0))  # Adam corrects what is late
+        self.steps = self.age = self.since = 0
+        self._eases_after = warmup_steps(max(float(group["betas"][1]) for group in frame.groups))
+        self.due = self._shared = self._renewed = False
+        self._mirror.flush()
+        self._count()
+        mean.copy_(self.mean_sq)
+
+    def share(self) -> None:
+        """Exchange squares and projections of this step's gradients with all ranks; ``renew`` uses them."""
+        reducer = self._exchange.reducer
+        reducer.share_squares()
+        self._absent = None if reducer.absent is None else reducer.absent.view(torch.uint8)
+        self._flags, self._shared = reducer.flags, True
+
+    def renew(self) -> bool:
+        """Renew v from what ranks have shared since the last renewal; return whether they have shared anything.
+
+        Called early, as before a checkpoint is saved, it changes no later step: the next one would begin with it.
+        """
+        if not self._shared:
+            return False
+        self._shared, self._renewed = False, True
+        frame, reducer, options = self._frame, self._exchange.reducer, self._options
+        coef, entered = frame.coefficients.last, self._warm_up.entered
+        shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
+        renew_levels(*shared, self.levels, self.mean_sq, entered, self._woken, self._factors)
+        frame.coefficients.forget()
+        unit = Unit(coef, options.eps_inside_sqrt, self._factors, options.precondition)
+        reducer.renew(unit, self._moments.exp_avg_sq)
+        self.since = 0
+        self.renewals += 1
+        return True
+
+    def _by_tensor(self, by_block: Tensor) -> Tensor:
+        """Sum float64 [B] by tensor, in order: equal on all ranks."""
+        blocks = torch.tensor(self._frame.layout.first_block, device=by_block.device)
+        here = torch.segment_reduce(by_block, "sum", offsets=blocks, unsafe=True, initial=0.0)
+        return self._frame.ranks.shards.sum(here)
+
+    def _count(self) -> None:
+        """Count each tensor's elements on all shards, and the tensors that are asleep or were; waits for the device."""
+        self.numels = self._by_tensor(self._frame.live.numel.double())
+        self._asleep = int(self._woken) + len(self.waiting())
+
+    def waiting(self) -> list[int]:
+        """Return indices of tensors that wait for their first gradient; reads from the device, asks no other rank."""
+        return torch.nonzero((self.mean_sq == 0) & (self.numels > 0)).flatten().tolist()
+
+    # ---------------------------------------------------------------- a part of an algorithm
+
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        return (StateTensor("variance_level", "tensor", self.levels),) if compressed else ()
+
+    def held(self) -> Sequence[Tensor]:
+        return self.levels, self.mean_sq, self._woken, self._factors, self.numels
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return counts to resume from; waits for the device."""
+        on_its_way = self._mirror.flush_pending()
+        counts = self.steps, self._eases_after, self.age, self.since, self.renewals
+        return {"renewals": [*counts, int(self._renewed), self._known, int(self._woken), *on_its_way]}
+
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        own = header["phase"] == "compression" and header["algorithm"] == self._frame.name
+        if own and len(header.get("renewals") or ()) < LEAST_COUNTS:
+            damaged("renewals", f"have {LEAST_COUNTS} counts or more", repr(header.get("renewals")))
+
+    def resumed(self, header: Mapping[str, Any]) -> None:
+        """Take up what ``plain_state`` has returned, now that ``levels`` are filled; every rank calls it."""
+        if header.get("renewals") is None:
+            return
+        self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = header["renewals"]
+        renewed, self._known, count, *on_its_way = woken
+        self._renewed, self._shared, self._replays = bool(renewed), False, self._frame.steps.count.replays
+        self._woken.fill_(count)
+        self._mirror.refill(on_its_way)
+        self.mean_sq.copy_(self.levels[MEAN])
+        self._count()
+        self._ease()  # what a step that has begun already has decided
+        self.due = self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))

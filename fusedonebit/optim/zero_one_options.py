@@ -1,0 +1,75 @@
+"""Options of 0/1 Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+from ..core.options import check_choice
+from ..core.settings import NUMERICS, Options
+from .policies import SyncPolicy, VariancePolicy, check_policies
+from .rounds import RoundOptions
+
+_T = TypeVar("_T", bound="ZeroOneOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOneOptions(RoundOptions):
+    """Settings of 0/1 Adam. See ``ZeroOneAdam`` for their meaning."""
+
+    variance_policy: VariancePolicy | None
+    sync_policy: SyncPolicy
+    precondition: bool = True
+    bias_correction: bool = True
+    variance_floor: float = 1e-3
+
+    takes: ClassVar[frozenset[str]] = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
+        *("scale_norm", "scale_scope", "precondition", "variance_floor", "serve_alone", "hierarchy")
+    }
+    told: ClassVar[tuple[str, ...]] = (
+        *Options.told,
+        "variance_policy",
+        "sync_policy",
+        "scale_norm",
+        "scale_scope",
+        "variance_floor",
+    )
+
+    @property
+    def owns(self) -> bool:
+        """Return whether each worker has a variance of its own, which nothing renews."""
+        return self.variance_policy is None
+
+    @classmethod
+    def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
+        """Settle the arguments; workers with variances of their own have other defaults.
+
+        Raises:
+            ValueError: for what only a shared variance has.
+        """
+        made, given = super().of(optimizer, arguments), arguments.get("numerics", NUMERICS)
+        if not made.owns:
+            return made
+        for name, usual in (("precondition", True), ("variance_floor", 0.0)):
+            if getattr(given, name) not in (None, usual):
+                raise ValueError(
+                    f"{name} must be {usual!r} or None where workers have variances of their own, got "
+                    f"{getattr(given, name)!r}; pass a variance_policy, such as policies.DoublingVariance()"
+                )
+        norm = "relaxed" if given.scale_norm is None else made.scale_norm
+        return replace(made, scale_norm=norm, variance_floor=0.0)
+
+    @property
+    def coefficient_floor(self) -> float:
+        """Return ``variance_floor``, which is part of denominators."""
+        return self.variance_floor
+
+    def check_levels(self) -> None:
+        raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for the first setting that makes no sense."""
+        check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
+        super().check()
+        check_policies(self.variance_policy, self.sync_policy)
