@@ -37,88 +37,94 @@ LEAST_REWARM_STEPS = 10
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Numerics of an optimizer: how it compresses, what it divides by, and in which formats it keeps its state.
+    """What an optimizer compresses, how it treats the variance, and in which formats it stores state.
 
-    All ranks must pass the same, else all raise ValueError. An option that only some optimizers have says which; the
-    others raise ValueError for any value but its default. None stands for the optimizer's own default.
+    Options come in the order compression, variance, storage format, others. Each ends with the optimizers that have it,
+    if not all do; the others raise ValueError unless it has its default. None stands for the optimizer's own default.
+    Pass the same values on all ranks, or all raise ValueError. docs/numerics.md has measurements.
 
-    m is the momentum, v the variance (the moving average of squared gradients), and m/denom Adam's update,
-    m/(sqrt(v) + eps). v is *frozen* with a ``freeze_step`` or ``variance="frozen"``; else it is *shared*: renewed
-    every few steps while updates travel as bits. docs/numerics.md measures what these options do.
+    m is the momentum, v the variance (``exp_avg_sq``), and the update is Adam's, m/(sqrt(v) + eps). ``OneBitAdam`` and
+    ``OneBitLamb`` begin with an uncompressed *warm-up*; then the *compression stage* follows. In it v is *shared* by
+    default: renewed from the gradients of all ranks, at least every 50 steps. With ``freeze_step`` or
+    ``variance="frozen"`` it is *frozen*: constant. In ``ZeroOneAdam`` each rank has its own v or, with a
+    ``variance_policy``, uncompressed rounds renew a common one.
+
+    Compression replaces a group of elements c by their signs and one magnitude, their *scale*. The *residual*, what
+    this loses, is added before the next compression (error feedback).
 
     Args:
-        scale_norm: How large the one magnitude is that stands for d compressed elements c. ``"l1"``: mean |c| (1-bit
-            Adam's paper). ``"l2"``: |c|_2/sqrt(d) (DeepSpeed), whose residual can be larger than c. ``"contractive"``:
-            min(l2, 1.9 l1), whose residual is always smaller than c. ``"relaxed"``: min(1.3 l2, 1.9 l1), also a
-            contraction, whose residuals are sent sooner, but where workers agree steps are up to 1.3 times as long;
-            with a shared v the first 0.25/(1 - beta2) steps after the warm-up are ``"contractive"`` instead. None:
-            ``"relaxed"`` with a shared v and with ``ZeroOneAdam`` without a ``variance_policy``, else
-            ``"contractive"``. For ``OneBitAdam``, ``OneBitLamb`` and ``ZeroOneAdam``.
-        scale_scope: Which elements share a scale: all (``"global"``; only with one bucket), those of a tensor
-            (``"layer"``), of a block of at most 4096 elements of a tensor (``"block"``; 0.8 % more bytes), or of a
-            bucket (``"bucket"``; not with ``ZeroOneAdam``). None: ``"block"``. For the same optimizers.
-        precondition: Compress m/denom instead of m, so that all coordinates are of one size; error feedback stays
-            exact, in units of the update. Denominators of a frozen v are then at least a thousandth of their median.
-            False is what the papers do. None: True, but False with ``OneBitLamb`` and a frozen v, which scales the
-            momentum by layer instead. For the same optimizers; must be True with ``OneBitLamb`` and a shared v, and
-            with ``ZeroOneAdam`` without a ``variance_policy``, where each worker has a v of its own.
-        ternary: Send two bits per parameter, the second for "exactly zero" (Tarasov & Ershov, section 4): elements that
-            are 0 on all ranks stay 0, and scales are means over the others. For gradients with many exact zeros;
-            doubles the bytes on the wire. For ``OneBitAdam`` and ``OneBitLamb``.
-        variance_floor: Lower bound of v after the warm-up, as a share in [0, 1) of its tensor's mean v. Raise it if
-            updates become too long for coordinates that had small gradients in the warm-up. None: 0.1 with a shared v,
-            0.01 with a frozen one; 0 with ``OneBitAdam`` and ``precondition=False``. With ``ZeroOneAdam`` and a
-            ``variance_policy`` the share of the mean is added instead, to denominators of compressed rounds, sqrt(v +
-            share * mean); rounds that renew v divide by Adam's own, and until a tensor has had a gradient in one, only
-            weight decay moves it; None is 0.001 there, and 0, without a policy, is all that is allowed.
-        dead_coordinates: What replaces v == 0 at the freeze, of coordinates that had no gradient in the warm-up.
-            ``"mean"``: the mean of their tensor's v > 0; a tensor that has none is left out of the compression stage,
-            or, with a shared v, waits for its first gradient. ``"keep"``: nothing, so that they move by lr * m/eps; for
-            comparisons, only with a frozen v that has no floor, and ``precondition=False``. None: ``"mean"``. For
-            ``OneBitAdam`` and ``OneBitLamb``.
-        bias_correction: Whether m and v are divided by 1 - beta^t, as Adam does. The correction of v ends at the
-            freeze, or when a shared v begins; in ``ZeroOneAdam`` with a ``variance_policy`` t counts v's renewals.
-            None: True, but False with ``Lamb`` and with ``OneBitLamb`` and a frozen v, as LAMB's equation (2) has none.
-            Not for ``OneBitLion`` and ``MarsitSGD``, which have no v.
-        eps_inside_sqrt: Divide by sqrt(v + eps), as LAMB's equation (2) is printed, instead of sqrt(v) + eps. With
-            ``OneBitAdam`` in the compression stage alone (Tarasov & Ershov, eq. 2). For ``OneBitAdam``, ``OneBitLamb``
-            and ``Lamb``.
-        serve_alone: With one rank, compress twice, as a worker and as a server with a residual of its own, as several
-            ranks do. To reproduce DeepSpeed's runs to the bit; costs five more device operations a step, and 4 bytes
-            per parameter. With several ranks, or a ``hierarchy``, there is always a server. None: False, but True with
-            DeepSpeed's presets. For ``OneBitAdam``, ``OneBitLamb`` and ``ZeroOneAdam``.
-        frozen_dtype: Dtype of v in the compression stage: ``torch.float32`` or ``torch.bfloat16``, which saves 2 bytes
-            per parameter of memory, and of reading in each step, for denominators that are off by up to 0.2 %, alike on
-            all ranks. With a shared v it saves 4, and 6 of reading and writing: each worker's moving average of its own
-            squared gradients is bfloat16 as well, rounded stochastically. The stage allocates 2 bytes per parameter
-            when it begins, and frees 4. For ``OneBitAdam`` and ``OneBitLamb``; a ``state`` of fewer bits overrides it.
-        master_weights: Whether updates of bfloat16 and float16 parameters are added to float32 copies, of which
-            parameters are the rounded values; without them an update below half a unit in the last place is lost. True:
-            keep the copies, 4 bytes per parameter. They take over what you write into parameters, unless it goes
-            through ``p.data.copy_`` or the like, of which torch keeps no trace. ``"16bit"``: keep what bfloat16
-            parameters lack of the copies, 2 bytes per parameter: the same masters bit for bit (of two bfloat16 equally
-            near, parameters take the one of larger magnitude). ``"8bit"``: keep only the upper 8 of these bits, 1 byte
-            per parameter, rounded stochastically: masters of 24 bits. With the last two whatever you write into
-            parameters counts, plus the correction that is there, half a unit in the last place at most; they are for
-            ``AdamW``, ``OneBitAdam`` and ``OneBitLion``, and refuse float16. Float32 parameters beside have no masters.
-            Checkpoints have float32 masters with any of the three.
-        stochastic_rounding: Round updated bfloat16 parameters up or down at random, so that they are right on average,
-            instead of to nearest (Gupta et al., 2015; for bfloat16 Zamirai et al., 2020). An alternative to
-            ``master_weights`` that takes no memory, and excludes it. Random bits depend only on the number of updates
-            and the element: they are the same on all ranks and after a resumption. Float32 parameters are not rounded;
-            float16 ones, or none of bfloat16, are refused. Not with ``ZeroOneAdam``, nor with several local steps.
-        state: Format of moments, residuals and squares, of ``AdamW``, ``Lamb`` and ``OneBitAdam``: ``"fp32"``,
-            ``"bf16"``, which halves their bytes, or ``"8bit"``, which quarters them; each step also reads and writes as
-            much less. Both are rounded stochastically, by the number of updates and the element alone. 8 bits are
-            floats with three bits of mantissa and a shared exponent per block: values from the block's largest down to
-            2^-32 of it where they can't be negative, 2^-16 where they can. An element whose gradients are below a
-            ten-thousandth of its block's largest then hardly moves, and an outlier of 1e7 times the others stops its
-            block: pass ``max_grad_norm``. ``"8bit"`` needs ``precondition`` with ``OneBitAdam``. Checkpoints have
-            float32, and saving one rounds ``OneBitAdam``'s residuals once more.
-        maximize: Ascend instead of descend, as in torch. Groups may set it.
-        mask: Parameters mapped to bool tensors of their shape (a DTensor's shard), equal on all ranks: elements with
-            False never move, and count in no norm. Parameters that are left out move everywhere. TypeError or
-            ValueError for other tensors.
+        scale_norm: Formula for the scale of c. ``"l1"``: l1 = mean |c|, to reproduce 1-bit Adam's paper. ``"l2"``: l2 =
+            sqrt(mean c^2), to reproduce DeepSpeed; the residual can be larger than c. ``"contractive"``: min(l2, 1.9
+            l1); the residual is always smaller than c. ``"relaxed"``: min(1.3 l2, 1.9 l1); also always smaller, and
+            sent sooner, but steps are up to 1.3 times as long where ranks agree. With a shared v the first
+            0.25/(1-beta2) steps after the warm-up use ``"contractive"`` instead. None: ``"relaxed"`` with a shared v
+            and for ``ZeroOneAdam`` without a ``variance_policy``, else ``"contractive"``. For ``OneBitAdam``,
+            ``OneBitLamb``, ``ZeroOneAdam``.
+        scale_scope: Which elements share a scale. ``"block"``: up to 4096 elements of a tensor; 0.8 % more bytes.
+            ``"layer"``: a tensor. ``"bucket"``: one of ``Wire(buckets=...)``; not for ``ZeroOneAdam``. ``"global"``:
+            all, to reproduce the papers; needs a single bucket. None: ``"block"``. For ``OneBitAdam``, ``OneBitLamb``,
+            ``ZeroOneAdam``.
+        precondition: Compress the update instead of m, so that all elements are of similar size. Error feedback stays
+            exact, in these units. With a frozen v, sqrt(v) + eps is at least 1/1000 of its median. None: True, but
+            False for ``OneBitLamb`` with a frozen v, which scales m by layer instead. Use False to reproduce the
+            papers; it is refused for ``OneBitLamb`` with a shared v, and for ``ZeroOneAdam`` without a
+            ``variance_policy``. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
+        ternary: Send a second bit per element that marks zeros (Tarasov & Ershov, section 4). Elements that are 0 on
+            all ranks stay 0, and scales count only the others. Default: False. Use it if many gradients are exactly
+            zero; it doubles the bytes sent. For ``OneBitAdam``, ``OneBitLamb``.
+        serve_alone: On a single rank, compress twice, with two residuals. Several ranks, or a ``hierarchy``, always do:
+            the second time each rank compresses its part of the average, as a *server*. None: False, but True in
+            DeepSpeed's presets. Use True to reproduce DeepSpeed's runs bit for bit. It costs five device operations a
+            step, and 4 bytes per parameter. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
+        variance_floor: Lower bound of v after the warm-up, as a fraction, in [0, 1), of its tensor's mean v. None: 0.1
+            with a shared v, 0.01 with a frozen one, 0 for ``OneBitAdam`` with ``precondition=False``. Raise it if
+            updates become too long for elements whose gradients were small in the warm-up. ``ZeroOneAdam`` with a
+            ``variance_policy`` adds it instead, in compressed rounds: sqrt(v + floor * mean v) + eps; None is 0.001.
+            Rounds that renew v divide as Adam does; until a tensor has had a gradient in one, only weight decay moves
+            it. Without a policy it must be 0 or None. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
+        dead_coordinates: What replaces v == 0 after the warm-up, in elements that had no gradient in it. ``"mean"``:
+            the mean of their tensor's nonzero v. A tensor that has none is not trained in the compression stage or,
+            with a shared v, waits for its first gradient. ``"keep"``: nothing; they move by lr * m/eps. None:
+            ``"mean"``. Use ``"keep"`` only for comparisons, with a frozen v that has no floor, and
+            ``precondition=False``. For ``OneBitAdam``, ``OneBitLamb``.
+        bias_correction: Divide m by 1 - beta1^t and v by 1 - beta2^t after t updates, as Adam does. The divisor of a
+            frozen v is frozen too; a shared v has none. In ``ZeroOneAdam`` with a ``variance_policy``, t of v counts
+            its renewals. None: True, but False for ``Lamb`` and for ``OneBitLamb`` with a frozen v, as LAMB's equation
+            (2) has none. For all but ``OneBitLion`` and ``MarsitSGD``.
+        eps_inside_sqrt: Divide by sqrt(v + eps) instead of sqrt(v) + eps; in ``OneBitAdam`` only in the compression
+            stage. Default: False. Use it to follow equation (2) of LAMB as printed, or of Tarasov & Ershov. For
+            ``OneBitAdam``, ``OneBitLamb``, ``Lamb``.
+        frozen_dtype: Dtype of v in the compression stage: ``torch.float32`` (default) or ``torch.bfloat16``. Use
+            bfloat16 to save 2 bytes per parameter of memory, and of reads per step. With a shared v it saves 4, and 6
+            of reads and writes: each rank's average of its own squared gradients is bfloat16 too, rounded
+            stochastically. sqrt(v) is off by up to 0.2 %, alike on all ranks. The stage allocates 2 bytes per parameter
+            when it begins, then frees 4. A ``state`` other than ``"fp32"`` overrides it. For ``OneBitAdam``,
+            ``OneBitLamb``.
+        master_weights: Add updates to float32 master weights, whose rounded values are the bfloat16 or float16
+            parameters. Without them, updates below half a unit in the last place are lost. False (default): none. True:
+            a float32 copy, 4 bytes per parameter. It follows what you write into parameters, unless through ``p.data``,
+            which torch does not track. ``"16bit"``: only the bits that bfloat16 parameters lack, 2 bytes: the same
+            masters, bit for bit (parameters round ties away from zero). ``"8bit"``: the upper 8 of these bits, 1 byte,
+            rounded stochastically: masters of 24 bits. With these two, the stored bits, at most half a unit in the last
+            place, are added to whatever you write into parameters. They refuse float16, and are for ``AdamW``,
+            ``OneBitAdam``, ``OneBitLion`` only. Float32 parameters have no masters. Checkpoints have float32 masters.
+        stochastic_rounding: Round updated bfloat16 parameters up or down at random, right on average, not to nearest
+            (Gupta et al., 2015; Zamirai et al., 2020). Default: False. Use it instead of ``master_weights``, never with
+            them: it takes no memory. Random bits depend only on the number of updates and the element, so all ranks and
+            resumed runs agree. Float32 parameters are not rounded. Refused with float16 parameters, without bfloat16
+            ones, and with several local steps. For all but ``ZeroOneAdam``.
+        state: Format of moments, residuals and averages of squares: ``"fp32"`` (default), ``"bf16"`` or ``"8bit"``. Use
+            ``"bf16"`` for half, ``"8bit"`` for a quarter of their memory, reads and writes. Both round stochastically,
+            by the number of updates and the element alone. 8-bit values are floats with three mantissa bits and an
+            exponent shared by their block (``Wire(block_size=...)``): from its largest value down to 2^-32 of it, 2^-16
+            if signed. An element with gradients below 1e-4 of its block's largest then hardly moves, and an outlier 1e7
+            times the others stops its block: set ``max_grad_norm``. ``"8bit"`` needs ``precondition`` for
+            ``OneBitAdam``. Checkpoints have float32; saving one rounds ``OneBitAdam``'s residuals once more. For
+            ``AdamW``, ``Lamb``, ``OneBitAdam``.
+        maximize: Maximize the objective, as in torch. Default: False. Groups may set it.
+        mask: Which elements may move: a mapping from parameters to bool tensors of their shape (of a DTensor's shard),
+            equal on all ranks. Elements with False never move, and count in no norm. Default: None. Parameters left out
+            are not masked. Other tensors raise TypeError or ValueError.
     """
 
     scale_norm: ScaleNorm | None = None
@@ -155,48 +161,49 @@ class Numerics:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """Layout of the parameters, and how and when ranks communicate.
+    """How and when ranks communicate, and how parameters are laid out in memory.
 
-    As with ``Numerics``, all ranks must pass the same, and optimizers refuse options that they do not have.
+    As in ``Numerics``, values must be equal on all ranks, and optimizers refuse options that they lack.
 
     Args:
-        hierarchy: Two levels of ranks, the first between nodes, the second inside one: a ``DeviceMesh`` of two
-            dimensions, or two groups. Gradients are averaged uncompressed inside a node, where bandwidth is cheap, and
-            compressed between nodes (``comm.parted``); each rank compresses its part of the parameters, with scales of
-            its own, and ``momentum()`` and ``worker_error()`` are of that part. Marsit's topology is then one of nodes.
-            Not with ``overlap``, several ``buckets`` or ``fully_shard``. None: one level. For ``OneBitAdam``,
-            ``OneBitLamb``, ``MarsitSGD`` and ``MarsitAdam``.
-        hierarchy_dtype: Dtype of gradients on their way inside a node, ``torch.float32`` or ``torch.bfloat16``; the
-            latter only with a ``hierarchy``.
-        model_parallel: The ranks that hold the other parts of this rank's model, where ``process_group`` averages over
-            its replicas. With tensor parallelism a group, or a ``DeviceMesh`` of one dimension; with pipeline stages,
-            too, a mesh of two dimensions, or two groups, tensor parallelism last. All parts are clipped by one norm,
-            and skip a step together. DTensors are shards or replicas as their placements say; a plain tensor is a shard
-            if it has an attribute ``tensor_model_parallel`` that is True, as Megatron's layers set it, else a replica.
-            Replicas count once in a norm, and ranks compare them in every 64th step. Pass it on all ranks: one that
-            passes None leaves the others waiting. Not with ``overlap`` or several ``buckets``. None: this rank holds
-            the whole model, or the shards of it that ``fully_shard`` has left it. For ``AdamW``, ``Lamb``,
-            ``OneBitAdam`` and ``OneBitLamb``.
-        overlap: Compress and send each bucket in the backward pass, as soon as its gradients are there, for
-            ``OneBitAdam`` and ``OneBitLamb``. All but the last of several backward passes before a step belong in
-            ``with optimizer.no_sync()``. The result is the same, bit for bit, as with as many ``buckets`` without it.
-            On a fast network, or where hosts share cores, it takes longer. Not with ``max_grad_norm``, ``capturable``
-            or one global scale.
-        buckets: Number of equal ranges into which the parameters are cut, each compressed and sent by itself. None: 1,
-            or 4 with ``overlap``. For ``OneBitAdam`` and ``OneBitLamb``.
+        hierarchy: Average in two levels: uncompressed inside a node, then compressed between nodes. Pass a
+            ``DeviceMesh`` of two dimensions, or two groups: first between nodes, second inside one. Default: None, one
+            level. Use it if links are much faster inside nodes. Each rank compresses its part of the parameters, with
+            scales of its own; ``momentum()`` and ``worker_error()`` return that part. Marsit's topology is then one of
+            nodes. Not with ``overlap``, several ``buckets`` or ``fully_shard``. For ``OneBitAdam``, ``OneBitLamb``,
+            ``MarsitSGD``, ``MarsitAdam``.
+        hierarchy_dtype: Dtype in which gradients are sent inside a node: ``torch.float32`` (default) or, with a
+            ``hierarchy``, ``torch.bfloat16``.
+        model_parallel: Ranks that hold the other parts of this copy of the model; ``process_group`` then averages over
+            the copies of this part. With tensor parallelism pass a group, or a ``DeviceMesh`` of one dimension; with
+            pipeline stages too, a mesh of two dimensions, or two groups, tensor parallelism last. Default: None; this
+            rank has the whole model, or shards of ``fully_shard``. Use it on all ranks: one that passes None leaves the
+            others waiting. All parts are clipped by one norm, and skip a step together. DTensors are shards or replicas
+            by their placements; a plain tensor is a shard if its attribute ``tensor_model_parallel`` is True, as
+            Megatron sets it, else a replica. Replicas count once in a norm, and ranks compare them in every 64th step.
+            Not with ``overlap`` or several ``buckets``. For ``AdamW``, ``Lamb``, ``OneBitAdam``, ``OneBitLamb``.
+        overlap: Compress and send each bucket during the backward pass, as soon as its gradients are ready. Default:
+            False. Use it on slow networks; on fast ones, or if processes share cores, steps take longer. Run all but
+            the last of several backward passes per step in ``with optimizer.no_sync()``. The result is, bit for bit,
+            that of as many ``buckets`` without it. Not with ``max_grad_norm``, ``capturable`` or one global scale. For
+            ``OneBitAdam``, ``OneBitLamb``.
+        buckets: Number of equal ranges of parameters, each compressed and sent by itself. None: 1, or 4 with
+            ``overlap``. For ``OneBitAdam``, ``OneBitLamb``.
         block_size: Elements per block of the flat layout, in which each tensor begins a new block: 1024, 512, 256 or
             128. None: the largest that adds less than 1 % of padding, else the one that adds least.
-        broadcast_parameters: Begin with rank 0's parameters on all ranks. False: raise an error if they differ.
-        capturable: Let CUDA graphs capture steps, which then need ``Faults(nonfinite="skip")``: those of the
-            compression stage, and all of ``AdamW`` and ``Lamb`` on one rank alone. Learning rates become tensors on the
-            device, which schedulers fill in place, and which ranks no longer compare. No replay can renew a shared
-            variance: take one step in 50 outside the graph. For ``AdamW``, ``Lamb``, ``OneBitAdam`` and ``OneBitLamb``.
-        release_gradients: Update parameters in the backward pass, a 32nd of them at a time, as soon as their gradients
-            are there, and free those, so that about a 32nd of all gradients is in memory at once. For ``AdamW`` on one
-            rank alone. ``step()`` then ends the update, whose result is the same, bit for bit. Set learning rates
-            before the backward pass. All but the last of several backward passes before a step belong in ``with
-            optimizer.no_sync()``, in which gradients accumulate. After the backward pass nothing is left to clip, scale
-            or drop: not with ``max_grad_norm``, ``nonfinite="raise"`` or ``capturable``.
+        broadcast_parameters: Copy rank 0's parameters to all ranks at the start. Default: False; parameters that differ
+            raise an error.
+        capturable: Let CUDA graphs capture steps: those of the compression stage, and all of ``AdamW`` and ``Lamb`` on
+            a single rank. Default: False. Use it for small models, whose steps wait for the host. Needs
+            ``Faults(nonfinite="skip")``. Learning rates become tensors on the device, which schedulers fill in place,
+            and which ranks do not compare. A replay cannot renew a shared variance: take one step in 50 outside the
+            graph. For ``AdamW``, ``Lamb``, ``OneBitAdam``, ``OneBitLamb``.
+        release_gradients: Update parameters during the backward pass, 1/32 of them at a time, and free their gradients,
+            so that about 1/32 of all gradients is in memory at once. Default: False. ``step()`` then completes the
+            update; the result is the same bit for bit. Set learning rates before the backward pass. Run all but the
+            last of several backward passes per step in ``with optimizer.no_sync()``, which accumulates gradients.
+            Afterwards no gradients are left to clip, scale or drop: not with ``max_grad_norm``, ``nonfinite="raise"``
+            or ``capturable``. For ``AdamW`` on a single rank.
     """
 
     hierarchy: DeviceMesh | tuple[Any, Any] | None = None
@@ -222,24 +229,24 @@ class Wire:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Responses to updates that would spoil a run.
+    """What to do about updates that would ruin a run.
 
     Args:
-        nonfinite: What follows a gradient that is NaN, infinite, or larger than 1.8e19 (float32 can't hold its square)
-            on any rank. ``"skip"``: all ranks leave their parameters as they are, count the step in
-            ``stats()["skipped_steps"]``, and warn. ``"raise"``: all ranks raise NonFiniteGradientError; costs a wait
-            for the device in each step. Optimizers that work in rounds do so at a round's end: what workers have added
-            up is kept for the next round, but for elements that are not finite. ``AdamW`` and ``Lamb`` on one rank
-            alone, with ``"skip"``, leave out only the elements, and take the step.
-        guard: What follows a compressed update that is far too large, for ``OneBitAdam`` and ``OneBitLamb``: one whose
-            norm is more than 10 times that of the last uncompressed update, or of pure noise where that is more; of
-            ``OneBitLamb`` with a shared variance, that of an average step. (300 times where no uncompressed update came
-            before, and where momentum is not preconditioned and scales are not by block.) See
-            ``optim.guard.DivergenceGuard``; it costs no bytes. ``"rewarm"``: all ranks skip the update, drop what goes
-            beyond a step of Adam's, and take ``rewarm_steps`` uncompressed steps; needs beta1 > 0. ``"warn"``: they
-            skip it, keep it as residual, and warn; training may stand still, so this is for looking into a run.
-            ``"off"``: there is no check. None: ``"rewarm"``.
-        rewarm_steps: Uncompressed updates of such a warm-up, and the length of the variance's memory in it.
+        nonfinite: What to do if a gradient on any rank is NaN, infinite, or larger than 1.8e19, whose square overflows
+            float32. ``"skip"`` (default): all ranks leave their parameters unchanged, count the step in
+            ``stats()["skipped_steps"]``, and warn. ``"raise"``: all ranks raise NonFiniteGradientError; each step then
+            waits for the device. ``ZeroOneAdam`` and Marsit act at the end of a round: what ranks have accumulated
+            enters the next round, without its nonfinite elements. ``AdamW`` and ``Lamb`` on a single rank, with
+            ``"skip"``, leave out only these elements, and take the step.
+        guard: What to do if the norm of a compressed update is more than 10 times that of the last uncompressed one, or
+            of pure noise if that is larger. (``OneBitLamb`` with a shared variance compares with an average step. The
+            limit is 300 times if there was no uncompressed update, or if momentum is not preconditioned and scales are
+            not by block.) ``"rewarm"``: all ranks skip the update, drop what exceeds an Adam step, and take
+            ``rewarm_steps`` uncompressed steps; needs beta1 > 0. ``"warn"``: they skip it, add it to the residual, and
+            warn. ``"off"``: no check. None: ``"rewarm"``. Use ``"warn"`` only to investigate: training may stand still.
+            The check sends no bytes (``optim.guard.DivergenceGuard``). For ``OneBitAdam``, ``OneBitLamb``.
+        rewarm_steps: Number of uncompressed updates that ``guard="rewarm"`` takes; the variance averages over as many.
+            Default: 50; at least 10. For ``OneBitAdam``, ``OneBitLamb``.
     """
 
     nonfinite: Literal["skip", "raise"] = "skip"
@@ -264,19 +271,23 @@ class Faults:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """The time of the freeze of the variance, or the source of a frozen one, for ``freeze_step=Freeze(...)``.
+    """When to freeze the variance v, or which frozen one to take: ``freeze_step=Freeze(...)``.
+
+    For ``OneBitAdam`` and ``OneBitLamb``.
 
     Args:
-        step: Number of uncompressed updates before the freeze. 0 needs a ``warm_start``, or a checkpoint loaded before
-            the first step. ``"auto"``: until v is stable, as 1-bit Adam's Algorithm 1 decides
-            (``optim.freezing.AutoFreeze``); not with a ``warm_start``.
-        lr_warmup_steps: With ``"auto"``: updates in which the learning rate rises, and v is not looked at yet.
-        deadline: With ``"auto"``: number of updates after which v is frozen even if it is not stable, with a warning.
-            None: ``lr_warmup_steps`` + 10/(1 - beta2), so 10,000 more with beta2 = 0.999.
-        warm_start: ``state_dict()`` of an earlier run of this model, with any number of ranks, the same on all ranks.
-            Its variance replaces that of the warm-up, as do LAMB's average coefficients and momentum scales;
-            momentum and residuals are not taken. ``OneBitAdam`` also takes ``torch.optim.AdamW``'s. With ``step=0``
-            compression begins at once.
+        step: Number of uncompressed updates before the freeze. ``"auto"`` (default): until v is stable, by the rule of
+            1-bit Adam's Algorithm 1 (``optim.freezing.AutoFreeze``); not with a ``warm_start``. 0 needs a
+            ``warm_start``, or a checkpoint loaded before the first step.
+        lr_warmup_steps: With ``"auto"``: number of updates in which the learning rate rises, and v is not examined.
+            Default: 0.
+        deadline: With ``"auto"``: number of updates after which v is frozen even if unstable, with a warning. None:
+            ``lr_warmup_steps`` + 10/(1 - beta2), so 10,000 more with beta2 = 0.999. Raise it if training suffers after
+            the warning.
+        warm_start: ``state_dict()`` of an earlier run of this model, on any number of ranks; the same on all ranks. Its
+            variance replaces that of the warm-up, as do LAMB's average coefficients and momentum scales; momentum and
+            residuals are not used. ``OneBitAdam`` also accepts one of ``torch.optim.AdamW``. Default: None. Use it with
+            ``step=0`` to compress from the first step.
     """
 
     step: int | Literal["auto"] = "auto"
@@ -288,26 +299,27 @@ class Freeze:
 @explaining
 @dataclass(frozen=True, kw_only=True)
 class Layerwise:
-    """Layerwise coefficients of LAMB, and what becomes of them while 1-bit LAMB compresses.
+    """LAMB's coefficient of each layer, and what 1-bit LAMB makes of it while it compresses.
 
-    LAMB multiplies the update u of each tensor ("layer") by c = |x|/|u|, clipped. Groups may set c_min, c_max,
-    beta3, r_min, r_max and r_threshold. A group with (1, 1) as c_min and c_max has no adaptation, as Adam (with
-    ``OneBitLamb`` and a frozen variance it also needs beta3 = 0 and (1, 1) as r_min and r_max). ``Lamb`` has c_min,
-    c_max and beta3 alone; what speaks of the ratio r is for ``OneBitLamb`` with a frozen variance.
+    LAMB multiplies the update u of each tensor x ("layer") by c = |x|/|u|, clipped (not after a freeze). Groups may set
+    c_min, c_max, beta3, r_min, r_max and r_threshold. c_min = c_max = 1 turns this adaptation off, as in Adam;
+    ``OneBitLamb`` with a frozen variance also needs beta3 = 0 and r_min = r_max = 1. ``Lamb`` has only c_min, c_max and
+    beta3; the ratio r needs ``OneBitLamb`` and a frozen variance.
 
     Args:
-        c_min: Lower bound of c (1-bit LAMB, eq. 2), a number >= 0. With a frozen variance it acts in the warm-up alone.
-        c_max: Upper bound of c, at least 1e-30 and c_min; likewise.
-        beta3: Decay, in [0, 1), of the moving average c_avg of the coefficients, which is frozen with the variance.
-            c_avg starts at 0, so that after F updates it has reached 1 - beta3^F of the coefficients: freeze later, or
-            take a smaller beta3. With a shared variance it is the decay of the mean of |u|^2. ``Lamb`` only keeps c_avg
-            for an ``OneBitLamb`` that continues from its checkpoint.
+        c_min: Lower bound of c (1-bit LAMB, eq. 2), at least 0. Default: 0.01.
+        c_max: Upper bound of c, at least 1e-30 and c_min. Default: 10.
+        beta3: Decay, in [0, 1), of the moving average c_avg of c, which is frozen with the variance. Default: 0.9. It
+            starts at 0, and reaches 1 - beta3^F of c in F updates: if F is small, freeze later or lower beta3. With a
+            shared variance beta3 is the decay of the mean of |u|^2. ``Lamb`` stores c_avg only for ``OneBitLamb`` to
+            continue from its checkpoint.
         r_min: Lower bound of r, the ratio of the frozen variance to a fresh one (1-bit LAMB, Algorithm 1, line 19).
-        r_max: Upper bound of r.
-        r_threshold: Share, in [0, 1), by which r may change in one step.
-        adaptive: Let c follow after the freeze: c = r c_avg. False: c = c_avg, which stays (section 3.4, "LAMB + basic
-            1-bit"); five kernels a step, and a third less state. Must be True with a shared variance.
-        momentum_scaling: Scale the momentum of each layer to the same size before it is compressed (section 4.3). None:
+            Default: 0.5.
+        r_max: Upper bound of r. Default: 4.
+        r_threshold: Fraction, in [0, 1), by which r may change per step. Default: 0.1.
+        adaptive: Adapt c after the freeze: c = r c_avg. Default: True. Use False for the constant c = c_avg (section
+            3.4, "LAMB + basic 1-bit"), with a third less state; not with a shared variance.
+        momentum_scaling: Scale the momentum of each layer to the same size before compression (section 4.3). None:
             True, but False with ``Numerics(precondition=True)``, where True is refused.
     """
 
