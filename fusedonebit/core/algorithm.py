@@ -158,13 +158,11 @@ class Algorithm(Stage):
         """Return how many steps lie between the last synchronisation and the one before."""
         return 1
 
-    def compare_state(self) -> None:
-        """Let ranks compare what they have in common when they next meet, once in so many steps."""
-        frame = self.frame
-        steps, digest = frame.steps, self.stage.digest
-        if steps.captured or frame.ranks.transport.world_size == 1 or digest is None or not self.synchronised:
+    def compare_state(self, digest: Tensor | None) -> None:
+        """Let ranks compare what they have in common when they next meet, once in so many steps; see ``digest``."""
+        if digest is None or not self.synchronised:
             return
-        done = steps.count.total
+        done = self.frame.steps.count.total
         if done // COMPARED_EVERY > max(0, done - self.round_steps) // COMPARED_EVERY:
             for tensor in self._in_common():
                 digest.add_(sum_of_words(tensor))

@@ -13,7 +13,7 @@ from ..comm import BucketedAllReduce, FeedbackReducer, Flag, Reducer, SignVote, 
 from ..comm.reducer import Compress
 from ..comm.sign_vote import Aggregation
 from ..triton_kernels import apply_momentum
-from ..triton_kernels.nouns import Divisor, Signs
+from ..triton_kernels.nouns import Divisor, Limit, Signs
 from .frame import Frame
 from .header import COMPRESSED, Fields, is_compressed
 from .part import Part
@@ -37,12 +37,20 @@ class Exchange(Part):
         self.frame, self.reducer = frame, reducer
         self.lost: Tensor | None = None
 
-    def told(self, abort: bool, hold: Tensor | None = None, drawn: Tensor | None = None) -> Told:
+    def told(
+        self, abort: bool, hold: Tensor | None = None, drawn: Tensor | None = None, limit: Limit | None = None
+    ) -> Told:
         """Return what this rank tells the others of a step; one that aborts says that it has all gradients."""
         frame = self.frame
         missing: Sequence[int] = () if abort else frame.missing
-        told = Told(frame.coefficients.tag, frame.steps.number, abort, hold, missing=missing, sums=True)
-        return told._replace(drawn=drawn, updates=frame.steps.updates)
+        how: dict[str, Any] = {
+            "missing": missing,
+            "limit": limit,
+            "sums": True,
+            "drawn": drawn,
+            "updates": frame.steps.updates,
+        }
+        return Told(frame.coefficients.tag, frame.steps.number, abort, hold, **how)
 
     def synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
         """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""

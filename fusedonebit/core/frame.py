@@ -279,8 +279,6 @@ class Frame:
     def compare_replicas(self, error: Exception | None) -> Exception | None:
         """Return ``error``, or, in every 64th step, that model-parallel ranks no longer have parameters alike."""
         groups = self.ranks.model_parallel.groups
-        if not groups:
-            return error
         due, self._until_compared = self._until_compared == 0, (self._until_compared - 1) % COMPARED_EVERY
         if not due:
             return error

@@ -24,6 +24,7 @@ from .options import check_group, numbers
 from .scaling import SCALER_ATTRIBUTES, LossScale
 from .settings import NUMERICS, WIRE, Params, Ranks
 from .sharding import group_of, model_ranks
+from .stage import Stage
 from .state import growing, loading, saving
 from .under_ddp import warn_of_averages
 from .world import World
@@ -260,21 +261,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         frame, algorithm = self.frame, self.algorithm
         steps, ddp, plist = frame.steps, frame.under_ddp, frame.parameters
         steps.refuse_if_broken()
-        steps.captured = captured = self._captured()
-        if not captured:
+        steps.captured = captured = capturing(frame.device) and self._can_be_captured()
+        if frame.options.capturable and not captured:
             steps.outcomes.absorb_replays()
         self._begin(captured)
-        traffic, noticed = frame.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
-        stage = algorithm.stage
+        stage, traffic, noticed = algorithm.stage, frame.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
         steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
-        steps.number = self._take_number(given, params is not None, captured)
+        steps.number = self._take_number(stage, given, params is not None, captured)
         error: Exception | None = None
         try:
             self.take_hyper_parameters()
             grads = given if checked else plist.usable(given, frame.nothing)
         except Exception as caught:
             error = caught
-        if not captured:
+        if frame.ranks.model_parallel.groups and not captured:
             error = frame.compare_replicas(error)
         if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
             grads = [frame.nothing] * len(plist)
@@ -286,13 +286,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         frame.missing = () if error is not None else plist.missing(grads)
         with plist.standing_in(plist.params if params is None else params):
-            coef = self._ready()
+            coef = self._ready(stage)
             steps.go_on()
             steps.outcomes.attempts += not captured
             with steps.breaking(begun=not captured):
                 flags = stage.step(grads, coef, error is not None)
                 plist.after_update()
-        self._advance(flags)
+        self._advance(stage, flags)
         error = algorithm.error_due(error)
         # What replays count comes to the host when one asks.
         known = [] if captured else steps.outcomes.record(stage.known(flags), failed=error is not None)
@@ -305,7 +305,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         steps.outcomes.act(known, stage.describe)
         if looks and len(frame.missing) == len(plist) and self._has_nobody():
             said.append(NO_GRADIENT)
-        self.first_steps.say(frame, said)
+        if said:
+            self.first_steps.say(frame, said)
         if saw_averages and speaks(frame):
             warn_of_averages()
 
@@ -314,18 +315,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         absent = self.frame.absent
         return self.frame.ranks.transport.world_size == 1 if absent is None else bool(absent.all())
 
-    def _take_number(self, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
+    def _take_number(self, stage: Stage, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
         """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
         count = self.frame.steps.count
         if captured:
             return count.capture()
-        self.algorithm.stage.check_repeated(count.take(self.frame.parameters.owners, given, compiled))
+        if count.take(self.frame.parameters.owners, given, compiled):
+            stage.check_repeated()
         return count.number
 
-    def _captured(self) -> bool:
-        """Return whether a CUDA graph is being captured; raise RuntimeError if this step can't be."""
-        if not capturing(self.frame.device):
-            return False
+    def _can_be_captured(self) -> bool:
+        """Return True of a step that a CUDA graph captures; raise RuntimeError if it can't be."""
         self.algorithm.check_captured()
         if self.just_loaded:
             raise RuntimeError(
@@ -350,30 +350,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if self.algorithm.synchronised:
                     self.frame.agree_on_loaded()
                 self.just_loaded = False
-            ranks.transport.traffic.start_step()
-            ranks.inside.traffic.start_step()
+            ranks.start_step()
             if not captured and self.algorithm.enter_stage():
                 self.publish_state()
             steps.begun, steps.changing = True, False
 
-    def _ready(self) -> Tensor:
+    def _ready(self, stage: Stage) -> Tensor:
         """Return the coefficients of the step that is about to be taken."""
-        frame, algorithm = self.frame, self.algorithm
+        frame = self.frame
         frame.absent = None
-        frame.coefficients.begin(algorithm.stage.renews and frame.rounding is None)
-        coef = algorithm.table()
+        frame.coefficients.begin(stage.renews and frame.rounding is None)
+        coef = self.algorithm.table()
         frame.coefficients.lend()
         frame.parameters.before_update()
         return coef
 
-    def _advance(self, flags: Tensor) -> None:
+    def _advance(self, stage: Stage, flags: Tensor) -> None:
         """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
-        coefficients = self.frame.coefficients
+        frame, coefficients = self.frame, self.frame.coefficients
         if coefficients.counted:
             coefficients.end()
         else:
-            coefficients.advance(flags, *self.frame.counters())
-        self.algorithm.compare_state()
+            coefficients.advance(flags, *frame.counters())
+        if frame.ranks.transport.world_size > 1 and not frame.steps.captured:
+            self.algorithm.compare_state(stage.digest)
         self.algorithm.after_step()
 
     # ---------------------------------------------------------------- copies

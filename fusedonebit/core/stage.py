@@ -89,7 +89,7 @@ class Stage(Part):
         assert self.exchange is not None
         return self.exchange.describe()
 
-    def check_repeated(self, repeated: bool) -> None:
+    def check_repeated(self) -> None:
         """Raise RuntimeError if a step that this rank repeats can't tell the others of it."""
 
     def check_capture(self) -> None:

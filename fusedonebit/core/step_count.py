@@ -58,9 +58,10 @@ class StepCount:
         ``given`` are the gradients. Where ``compiled``, a compiler has passed them: they may not be ``owners``'.
         """
         first, known = _first(owners), self._all
-        looks = compiled or is_dtensor(first)  # what is given of a DTensor is another object in each step
-        self._all = _signature(_gradients(owners) if looks else given)
-        mark = _mark(first)
+        sharded = is_dtensor(first)
+        looks = compiled or sharded  # what is given of a DTensor is another object in each step
+        self._all = _signature(_gradients(owners) if looks else given, sharded)
+        mark = _mark(first, sharded)
         fresh = first is not None and not self._is_known(mark)
         repeats = self._consumed and not (self._unsure or first is None or fresh) and known == self._all
         # One write since then, and by a backward pass: whoever clears gradients in place has written twice.
@@ -71,7 +72,8 @@ class StepCount:
         self.total += (not repeats) + (self._dropped and fresh)
         self._known, self._consumed, self._dropped = mark, True, False
         self._unsure = compiled and not _same_memory(owners, given)
-        self._tell_device(self.total)
+        if self.of_replays is not None:
+            self._tell_device(self.total)
         return repeats
 
     def advance(self) -> Tensor | None:
@@ -148,18 +150,20 @@ def _first(owners: Sequence[Tensor]) -> Tensor | None:
     return next((p.grad for p in owners if p.grad is not None), None)
 
 
-def _mark(grad: Tensor | None) -> _Mark | None:
+def _mark(grad: Tensor | None, sharded: bool = True) -> _Mark | None:
     # Tensors made in inference mode have no version: each counts as new.
-    return None if grad is None or grad.is_inference() else (weakref.ref(grad), local(grad)._version)
+    if grad is None or grad.is_inference():
+        return None
+    return weakref.ref(grad), (local(grad) if sharded else grad)._version
 
 
 def _gradients(owners: Sequence[Tensor]) -> list[Tensor]:
     return [g for p in owners if (g := p.grad) is not None]
 
 
-def _signature(grads: Sequence[Tensor]) -> int:
+def _signature(grads: Sequence[Tensor], sharded: bool) -> int:
     """Return a number that changes when any gradient does."""
-    parts = [local(g) for g in grads] if grads and is_dtensor(grads[0]) else grads
+    parts = [local(g) for g in grads] if sharded else grads
     try:
         versions = tuple(map(_VERSION, parts))
     except RuntimeError:  # tensors made in inference mode have none

@@ -73,6 +73,12 @@ class World:
         """Return what connects the ranks of one node, or of one replica."""
         return self.shards.transport if self.levels is None else self.levels[1]
 
+    def start_step(self) -> None:
+        """Count what a step sends from 0."""
+        self.transport.traffic.start_step()
+        if (inside := self.inside.traffic) is not self.transport.traffic:
+            inside.start_step()
+
     @property
     def single(self) -> bool:
         """Tell whether this rank is alone with its parameters: it averages with nobody, and nobody has other parts."""

@@ -131,9 +131,9 @@ class Averaged(Stage):
                 "rank must call step() equally often"
             )
 
-    def check_repeated(self, repeated: bool) -> None:
+    def check_repeated(self) -> None:
         ddp = self.frame.under_ddp
-        if repeated and ddp.attached and not ddp.averaged:
+        if ddp.attached and not ddp.averaged:
             raise RuntimeError(
                 "step() was called again on gradients that DDP has averaged for the last one: other ranks may be in "
                 "their next backward pass by now, and can't be asked. Nothing was sent or changed; call step() once "

@@ -74,7 +74,8 @@ class Compressed(Stage):
         """
         exchange, reducer = self.exchange, self.exchange.reducer
         agreed = self.agree(grads, coef)  # on clipping and loss scales, where there are any
-        told = exchange.begin(self.told(abort, agreed.hold)._replace(limit=self.limit(coef)))
+        limit = self.guard.limit_of(coef, self.frame.places.block_tensor) if self.guard.on else None
+        told = exchange.begin(self.told(abort, agreed.hold, limit))
         # Lines 6 and 7: m_i = beta1*m + (1 - beta1)*g_i; C(m_i + e_i) is written, and e_i becomes what that loses.
         reducer.write(self.compressing(grads, agreed.coef, agreed.factor), told)
         reducer.send()  # line 8: chunk k goes to server k
@@ -101,13 +102,9 @@ class Compressed(Stage):
         """Tell whether ranks share squares in this step; a captured one would in each replay."""
         return self.variance.due and not self.frame.steps.captured
 
-    def told(self, abort: bool, hold: Tensor | None = None) -> Told:
-        """Return what this rank tells the others, but for the guard's limit."""
-        return self.exchange.told(abort, hold, self.frame.steps.updates if self._rounds else None)
-
-    def limit(self, coef: Tensor) -> Limit | None:
-        """Return the guard's, with this step's coefficients."""
-        return self.guard.limit_of(coef, self.frame.places.block_tensor) if self.guard.on else None
+    def told(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> Told:
+        """Return what this rank tells the others."""
+        return self.exchange.told(abort, hold, self.frame.steps.updates if self._rounds else None, limit)
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         """Return what compresses this rank's momentum, with these gradients, times ``factor``, in it."""

@@ -347,9 +347,9 @@ class LocalAdam(Algorithm):
     def describe(self, flag: Flag) -> str:
         return self.averaged.describe(flag) if self.phase == "uncompressed" else super().describe(flag)
 
-    def check_repeated(self, repeated: bool) -> None:
-        if repeated and self.averages_gradients:
-            self.averaged.check_repeated(repeated)
+    def check_repeated(self) -> None:
+        if self.averages_gradients:
+            self.averaged.check_repeated()
 
     def drop_averages(self) -> None:
         self.averaged.drop_averages()
