@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import rules
 from .jit import jit, tl
-from .nouns import Coefficients, Count, Doubles, Flag, Floats
+from .nouns import Coefficients, Count, DoublePerTensor, Flag, PerTensor
 from .op import op
 from .rules import (
     COLUMNS,
@@ -264,8 +264,8 @@ def plain_power(x: Tensor, t: Tensor) -> Tensor:
     },
 )
 def advance(
-    coefficients: Coefficients, count: Count, flags: Flag | None, entered: Doubles | None, renews: bool,
-    unit: Floats | None, begins: bool, rho: Floats | None = None,
+    coefficients: Coefficients, count: Count, flags: Flag | None, entered: DoublePerTensor | None, renews: bool,
+    unit: PerTensor | None, begins: bool, rho: PerTensor | None = None,
 ) -> None:  # fmt: skip
     """Counts a step unless it was skipped, and makes the table of coefficients for the coming one.
 
@@ -274,12 +274,12 @@ def advance(
             that ends is read, which is added, and ``length`` is not.
         count: What else is written where a step ends.
         flags: int32 [1] of the step that ends, not 0 where it was skipped; None: nothing is counted.
-        entered: float64 [tensors], written where ``renews``: updates that have entered each tensor's variance, infinite
+        entered: Written where ``renews``: updates that have entered each tensor's variance, infinite
             where it is corrected already; None: all.
         renews: Whether the step that ends has entered it, and the coming one will, too.
-        unit: float32 [tensors], the column UNIT; None: that of groups.
+        unit: The column UNIT; None: that of groups.
         begins: Whether the step that ends is a round's first.
-        rho: float32 [tensors], what v is multiplied with in denominators; None: nothing.
+        rho: What v is multiplied with in denominators; None: nothing.
     """
     groups, lr, group_of, steps, mean_sq, table, moved, _ = coefficients
     assert groups is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from .finish import (
 )
 from .jit import jit, tl
 from .limit import judged, squares_by_block, verdict
-from .nouns import Coefficients, Doubles, Flag, Header, Limit, PerBlock
+from .nouns import Coefficients, Flag, Header, Limit, Partials, PerBlock
 from .op import op
 from .rules import COLUMNS, CORRECTION1, GROUP_COLUMNS, UNBIAS1
 
@@ -156,8 +158,9 @@ def finish_alone_kernel(
     },
 )
 def finish_alone(
-    partials: Doubles, segments: Segments, norm: int, scale: PerBlock, worker_scale: PerBlock, worker_settled: PerBlock,
-    words: Flag, header: Header, hold: Flag, flags: Flag, limit: Limit | None, coefficients: Coefficients | None = None,
+    partials: Partials, segments: Segments, norm: int, scale: PerBlock, worker_scale: PerBlock,
+    worker_settled: PerBlock, words: Annotated[Flag, "WORDS"], header: Header, hold: Flag, flags: Flag,
+    limit: Limit | None, coefficients: Coefficients | None = None,
 ) -> None:  # fmt: skip
     """Turns partial sums into scales, hands them to blocks, and says whether the step is skipped.
 
@@ -168,11 +171,11 @@ def finish_alone(
     Args:
         partials, segments: As of ``finish``.
         norm: One of ``SCALE_NORMS``' values.
-        scale, worker_scale, worker_settled: float32 [B], written: the result's, the residual's, and zeros.
-        words: int32 [8], a header, of which STEP, TAG, FLAGS and SIGNAL are written.
+        scale, worker_scale, worker_settled: Written: the result's, the residual's, and zeros.
+        words: A header, of which STEP, TAG, FLAGS and SIGNAL are written.
         header: What is written there.
-        hold: int32 [1]; where set headers and flags are written, but for SIGNAL, and nothing else.
-        flags: int32 [1], written: those of the header and of ``hold``, and VETO where the update is refused.
+        hold: Where set headers and flags are written, but for SIGNAL, and nothing else.
+        flags: Written: those of the header and of ``hold``, and VETO where the update is refused.
         limit: Its norm is written, 0 where there is no update; its ``coef`` is not read. None: any is let through.
         coefficients: Renewed on the way, or without ``groups`` a table of which UNBIAS1 is read where there is a limit.
     """

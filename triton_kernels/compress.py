@@ -16,7 +16,7 @@ from . import rules
 from . import user_tensors as users
 from .eager import compress, gather, load, only_live, scaled, store, store_nearest, tiles, write_partials
 from .jit import jit, tl
-from .nouns import Bits, Compensated, Divisor, Doubles, Flag, Floats, Moment, Places, Signs, Stored, Tensors
+from .nouns import CoefTable, Compensated, Divisor, Flag, Moment, Packed, Partials, Places, Signs, Stored, Tensors
 from .op import op
 
 OWN = 2  # row of exponents: of a worker's own squares; those of c come first, then v's
@@ -80,8 +80,9 @@ def momentum_compress_kernel(
     derive={"IN_PLACE": ("constexpr", lambda exp_avg_bits, bits: exp_avg_bits.data_ptr() == bits.data_ptr())},
 )
 def momentum_compress(
-    grads: Tensors, places: Places, compensated: Compensated, exp_avg: Signs, coef: Floats, exp_avg_sq: Divisor | None,
-    bits: Bits, partials: Doubles, found: Flag, hold: Flag, worker_sq: Moment | None = None,
+    grads: Tensors, places: Places, compensated: Compensated, exp_avg: Signs, coef: CoefTable,
+    exp_avg_sq: Divisor | None, bits: Packed, partials: Partials, found: Flag, hold: Flag,
+    worker_sq: Moment | None = None,
 ) -> None:  # fmt: skip
     """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
@@ -100,10 +101,10 @@ def momentum_compress(
         exp_avg_sq: v: then unit = 1/denom per coordinate; None: the layer's.
         places: Elements that do not count get c = 0.
         bits: As those of ``exp_avg``, written.
-        partials: float64 [2, B], written: sums of |c| and of c^2; or [3, B] where ternary: number of elements that
+        partials: Written: sums of |c| and of c^2; or [3, B] where ternary: number of elements that
             are not zero.
-        found: int32 [1], ``NONFINITE`` is set where any gradient was dropped.
-        hold: int32 [1]; where set nothing is written.
+        found: ``NONFINITE`` is set where any gradient was dropped.
+        hold: Where set nothing is written.
         worker_sq: The EMA of the squares of this worker's own gradients, by which gradients are divided where v is 0,
             stored as c is, read and written; their exponents are row ``OWN`` of those of ``compensated``. None: nobody
             wants it.

@@ -8,7 +8,7 @@ again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,20 @@ from . import headers, rules
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import ABS, NONZERO, SQUARE
 from .jit import jit, tl
-from .nouns import Coefficients, Counters, Derived, Doubles, Flag, Floats, Header, Headers, Indices, Table, stride
+from .nouns import (
+    Coefficients,
+    Counters,
+    Derived,
+    Doubles,
+    Flag,
+    Floats,
+    Header,
+    Headers,
+    Indices,
+    Partials,
+    Table,
+    stride,
+)
 from .op import op
 
 SCALE_NORMS = {"l1": 0, "l2": 1, "contractive": 2, "relaxed": 3}
@@ -37,21 +50,21 @@ OF_A_PIECE = 5  # numbers
 class Segments(NamedTuple):
     """Cuts segments of blocks, each of which has one scale, into the work of programs."""
 
-    start: Table
-    """Their first blocks, and behind the last the number of blocks: int32 [segments + 1]."""
-    single: Table
-    """Those of at most SHORT blocks, a lane's work each: int32 [n]."""
-    pieces: Table
-    """Of the others, a program's work each: int32 [m, 5], the segment, its first block and behind its last, and of
+    start: Annotated[Table, "segments+1"]
+    """Their first blocks, and behind the last the number of blocks."""
+    single: Annotated[Table, "_"]
+    """Those of at most SHORT blocks, a lane's work each."""
+    pieces: Annotated[Table, f"pieces {OF_A_PIECE}"]
+    """Of the others, a program's work each: the segment, its first block and behind its last, and of
     the segment the first piece and their number."""
-    live: Doubles
-    """Live elements of each, float64 [segments]."""
-    measured: Floats
-    """Their scales, float32 [segments], written."""
-    sums: Doubles
-    """What programs leave for the last: zeros float64 [SUMS, programs], scratch."""
-    tickets: Table
-    """Of all programs, and of the pieces of each segment: zeros int32 [1 + m], scratch."""
+    live: Annotated[Doubles, "segments"]
+    """Live elements of each."""
+    measured: Annotated[Floats, "segments+"]
+    """Their scales, written."""
+    sums: Annotated[Doubles, f"{SUMS} programs"]
+    """What programs leave for the last: zeros, scratch."""
+    tickets: Annotated[Table, "1+pieces"]
+    """Of all programs, and of the pieces of each segment: zeros, scratch."""
 
     @staticmethod
     def derived() -> Derived:
@@ -274,8 +287,9 @@ def finish_kernel(
     },
 )
 def finish(
-    partials: Doubles, segments: Segments, norm: int, segment: Indices, message_scales: Floats, words: Headers,
-    header: Header, digest: Counters, hold: Flag, coefficients: Coefficients | None = None,
+    partials: Partials, segments: Segments, norm: int, segment: Indices, message_scales: Annotated[Floats, "M 1+"],
+    words: Annotated[Headers, "M WORDS"], header: Header, digest: Annotated[Counters, "1"], hold: Flag,
+    coefficients: Coefficients | None = None,
 ) -> None:  # fmt: skip
     """Turns partial sums into scales, in a fixed order, and writes them where they travel from; and headers.
 
@@ -287,14 +301,14 @@ def finish(
         partials: float64 [2, B], or [3, B] where ternary.
         segments: What is measured, and where scales are written.
         norm: One of ``SCALE_NORMS``' values.
-        segment: int32 [B], the scale that each block shares; rising.
-        message_scales: float32 [messages, slots], written: message k carries the scales of its
+        segment: The scale that each block shares; rising.
+        message_scales: Written: message k carries the scales of its
             B / messages blocks, in order; slots that it does not need stay as they are.
-        words: int32 [messages, 8], headers of which STEP, DIGEST, TAG, FLAGS and SIGNAL are written: the last is the
+        words: Headers of which STEP, DIGEST, TAG, FLAGS and SIGNAL are written: the last is the
             norm of what the scales leave.
         header: What is written there.
-        digest: int64 [1], of which DIGEST is made: its halves combined.
-        hold: int32 [1]; where set headers are written, but for SIGNAL, and nothing else.
+        digest: Of which DIGEST is made: its halves combined.
+        hold: Where set headers are written, but for SIGNAL, and nothing else.
         coefficients: Renewed on the way; None: nothing is.
     """
     renew_plainly(coefficients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from . import eager
 from . import user_tensors as users
 from .eager import gather, tiles
 from .jit import jit, tl
-from .nouns import AnyFloats, Bits, Derived, Floats, Sizes, Tensors
+from .nouns import AnyTensor, Bits, Derived, Floats, Sizes, Tensors
 from .op import op
 from .rules import LARGEST_GRADIENT
 
@@ -41,7 +43,7 @@ def pack_kernel(x, bits, n, BLOCK_SIZE: tl.constexpr):
 
 
 @op(pack_kernel, writes=("bits",), derive=_OF_WORDS)
-def _pack(x: AnyFloats, bits: Bits) -> None:
+def _pack(x: Annotated[AnyTensor, "n"], bits: Annotated[Bits, "n/8"]) -> None:
     """Packs signs: bit i % 8 of byte i // 8 is ``x[i] >= 0`` (so +1 for -0.0; a NaN counts as -1)."""
     eager.pack(x, bits)
 
@@ -62,7 +64,7 @@ def unpack_kernel(bits, x, n, BLOCK_SIZE: tl.constexpr):
 
 
 @op(unpack_kernel, writes=("x",), derive=_OF_WORDS)
-def _unpack(bits: Bits, x: AnyFloats) -> None:
+def _unpack(bits: Annotated[Bits, "n/8"], x: Annotated[AnyTensor, "n"]) -> None:
     """Writes +1 where a bit is set and -1 where not: ``bits`` uint8 [n / 8], ``x`` any dtype [n]."""
     x.copy_(eager.signs(bits, 1).view(-1))
 
@@ -120,15 +122,16 @@ def flatten_kernel(
     },
 )
 def flatten(
-    tensors: Tensors, sizes: Sizes, block_size: int, factor: float, unscale: Floats | None, out: Floats
-) -> None:
+    tensors: Tensors, sizes: Sizes, block_size: int, factor: float, unscale: Annotated[Floats, ""] | None,
+    out: Annotated[Floats, "P+8"],
+) -> None:  # fmt: skip
     """Copies tensors, times ``factor``, into the flat index space of ``block_size``; padding becomes zero.
 
     Args:
         tensors: Dense tensors of ``sizes`` elements, read in memory order; empty ones are zeros.
         factor: 1 / world_size; dividing before the sum cannot overflow.
-        unscale: float32 [], a second factor, of gradients of a scaled loss; or None.
-        out: float32 [P + TAIL], written: the values; and 1 at P if any is not finite, or larger than ``factor``
+        unscale: A second factor, of gradients of a scaled loss; or None.
+        out: Written: the values, and ``TAIL`` words; 1 at P if any is not finite, or larger than ``factor``
             times ``LARGEST_GRADIENT``.
     """
     for tile in tiles(sizes, 1, block_size, out.device):

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from torch import Tensor
 
+from .checks import Names, Slot
 from .jit import Deferred, tl
-from .native.generate import Place, Spec
+from .native.generate import Place
 from .nouns import Derived, Places, Sizes, Tensors
 
 _SCHEMAS = {int: "int", float: "float", bool: "bool", Tensors: "Tensor[]", Sizes: "SymInt[]"}
@@ -25,14 +26,6 @@ _NOTHING = {"int": 0, "float": 0.0, "bool": False}
 REQUIRED = inspect.Parameter.empty
 _UNPREFIXED = {Places: ("block_tensor", "block_start", "live", "live_row")}
 """Nouns of which no op has two, and whose fields keep their names where they are flat; what kernels find in them."""
-
-
-class Slot(NamedTuple):
-    """An argument of an op as torch has it: its type in a schema, what is known of a tensor, and its default."""
-
-    schema: str
-    spec: Spec | None
-    default: Any
 
 
 class _Noun(NamedTuple):
@@ -73,20 +66,21 @@ class Signature:
         self._nouns: dict[str, _Noun] = {}
         for name, parameter in self.whole.parameters.items():
             hint, optional = _given(hints[name])
-            if hasattr(hint, "_fields"):
-                self._add_noun(name, hint, optional)
+            if hasattr(kind := getattr(hint, "__origin__", hint), "_fields"):
+                self._add_noun(name, kind, optional, getattr(hint, "__metadata__", ()))
             else:
-                self.slots[name] = _slot(hint, optional, parameter.default)
+                self.slots[name] = _slot(hint, optional, parameter.default, name, Names())
         self._each = [(self._nouns.get(name), name) for name in self.whole.parameters]
         self.flat = self._flattening(eager)
 
-    def _add_noun(self, name: str, kind: type[Any], optional: bool) -> None:
+    def _add_noun(self, name: str, kind: type[Any], optional: bool, beside: Sequence[str]) -> None:
         hints, first = get_type_hints(kind, include_extras=True), len(self.slots)
+        names = Names("" if kind in _UNPREFIXED else name, beside)
         for field in kind._fields:
             hint, may_be_none = _given(hints[field])
             default = kind._field_defaults.get(field, REQUIRED)
             may_be_none |= optional and hint not in _SCHEMAS
-            self.slots[_flat(name, kind, field)] = _slot(hint, may_be_none, default)
+            self.slots[_flat(name, kind, field)] = _slot(hint, may_be_none, default, f"{name}.{field}", names)
         slots = list(self.slots.values())[first:]
         self._nouns[name] = _Noun(kind, optional, first, slots, [_left_out(slot) for slot in slots])
         for derived, (triton, function) in _derived(kind).items():
@@ -179,10 +173,11 @@ def _given(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def _slot(hint: Any, optional: bool, default: Any) -> Slot:
+def _slot(hint: Any, optional: bool, default: Any, label: str, names: Names) -> Slot:
     if hint in _SCHEMAS:
-        return Slot(_SCHEMAS[hint], None, default)
-    return Slot("Tensor?" if optional else "Tensor", hint.__metadata__[0], default)
+        return Slot(_SCHEMAS[hint], None, default, label)
+    spec, *shapes = hint.__metadata__
+    return Slot("Tensor?" if optional else "Tensor", spec, default, label, names.shapes(shapes[-1]) if shapes else ())
 
 
 def _printed(like: Callable[..., Any], names: dict[str, Any], taken: Sequence[str], line: str) -> Callable[..., Any]:

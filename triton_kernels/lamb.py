@@ -10,6 +10,8 @@ program for each, and read those in a fixed order.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -19,20 +21,23 @@ from . import user_tensors as users
 from .eager import follow, gather, load, move, only_live, scaled, square_sum, tiles
 from .jit import jit, tl
 from .nouns import (
-    Counters,
+    CoefTable,
+    Counter,
     Derived,
     Divisor,
     DoublePerBlock,
     Doubles,
     Flag,
-    Floats,
     Indices,
+    Layers,
     Moments,
     PerBlock,
     PerElement,
+    PerTensor,
     Places,
     Ratios,
     Signs,
+    Starts,
     Stored,
     Tensors,
 )
@@ -80,8 +85,8 @@ def lamb_update_kernel(
     ),
 )
 def lamb_update(
-    params: Tensors, grads: Tensors, places: Places, moments: Moments, eps_inside_sqrt: bool, coef: Floats, skip: Flag,
-    exp_avg_sq_sums: DoublePerBlock | None, norms: Doubles, found: Flag | None = None,
+    params: Tensors, grads: Tensors, places: Places, moments: Moments, eps_inside_sqrt: bool, coef: CoefTable,
+    skip: Flag, exp_avg_sq_sums: DoublePerBlock | None, norms: Annotated[Doubles, "2 B"], found: Flag | None = None,
     found_before: Flag | None = None,
 ) -> None:  # fmt: skip
     """LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
@@ -93,7 +98,7 @@ def lamb_update(
 
     Args:
         eps_inside_sqrt: Which denom, as in ``Divisor``: eq. (2) prints sqrt(v + eps).
-        norms: float64 [2, B], written: sums of x^2 and of u^2; those of padding stay as they are.
+        norms: Written: sums of x^2 and of u^2; those of padding stay as they are.
     """
     if found_before is not None:
         found_before.zero_()
@@ -137,19 +142,19 @@ def _store_step(c, k):
 
 @op(lamb_coefficient_kernel, writes=("coef", "layers"), derive=PER_LAYER)
 def lamb_coefficient(
-    norms: Doubles, layer_start: Counters, skip: Flag, deepspeed: bool, coef: Floats, layers: Floats
-) -> None:
+    norms: Annotated[Doubles, "2 B"], layer_start: Starts, skip: Flag, deepspeed: bool, coef: CoefTable, layers: Layers,
+) -> None:  # fmt: skip
     """Computes each layer's coefficient and its moving average (eq. 2, line 4; Algorithm 1, line 2).
 
         c = clip(|x|/|u|, c_min, c_max), 1 where a norm is zero;  c_avg = beta3*c_avg + (1 - beta3)*c
 
     Args:
-        norms: float64 [2, B]: sums of x^2 and of u^2.
-        layer_start: int64 [tensors + 1], first block of each tensor, and B.
-        skip: int32 [1]; where set nothing changes.
+        norms: Sums of x^2 and of u^2.
+        layer_start: First block of each tensor, and B.
+        skip: Where set nothing changes.
         deepspeed: Leave c == 1 out of the average, as DeepSpeed does.
-        coef: float32 [tensors, columns of ``Coef``]; STEP_SIZE and DECAY are written.
-        layers: float32 [rows of ``Layer``, tensors], read and written.
+        coef: STEP_SIZE and DECAY are written.
+        layers: Read and written.
     """
     if skip:
         return
@@ -193,8 +198,8 @@ def lamb_move_kernel(
 
 @op(lamb_move_kernel, writes=("params",))
 def lamb_move(
-    params: Tensors, places: Places, moments: Moments, eps_inside_sqrt: bool, coef: Floats, skip: Flag,
-    rounding: Counters | None,
+    params: Tensors, places: Places, moments: Moments, eps_inside_sqrt: bool, coef: CoefTable, skip: Flag,
+    rounding: Counter | None,
 ) -> None:  # fmt: skip
     """x = x - lr*c*u, with the coefficients that ``lamb_coefficient`` left in ``coef`` (eq. 2, line 5).
 
@@ -264,7 +269,7 @@ def lamb_ratio_kernel(
 @op(lamb_ratio_kernel, writes=("last_bits", "last_scale", "fresh", "ratios.largest", "ratios.norms"))
 def lamb_ratio(
     params: Tensors, places: Places, exp_avg: Signs, last: Signs, exp_avg_sq: Divisor, fresh: PerElement,
-    started: Flag, preconditioned: bool, deepspeed: bool, coef: Floats, skip: Flag, ratios: Ratios,
+    started: Flag, preconditioned: bool, deepspeed: bool, coef: CoefTable, skip: Flag, ratios: Ratios,
 ) -> None:  # fmt: skip
     """Rebuilds the gradient, updates the fresh variance, finds the largest ratio of each block (lines 15 to 17).
 
@@ -282,7 +287,7 @@ def lamb_ratio(
         exp_avg_sq: v_{T_w}, the frozen variance; which denom is not read without ``preconditioned``, ``deepspeed`` or
             norms.
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
-        started: int32 [1], 0 before the first step.
+        started: 0 before the first step.
         preconditioned: The momenta were compressed in the unit 1/denom of each coordinate.
         deepspeed: The ratio is that of the denominators: of roots, plus eps.
         ratios: Written.
@@ -350,8 +355,8 @@ def lamb_rescale_kernel(
 
 @op(lamb_rescale_kernel, writes=("started", "coef", "layers"), derive=PER_LAYER)
 def lamb_rescale(
-    largest: PerBlock, norms: Doubles | None, layer_start: Counters, skip: Flag, deepspeed: bool, started: Flag,
-    coef: Floats, layers: Floats,
+    largest: PerBlock, norms: Annotated[Doubles, "2 B"] | None, layer_start: Starts, skip: Flag, deepspeed: bool,
+    started: Flag, coef: CoefTable, layers: Layers,
 ) -> None:  # fmt: skip
     """Clips each layer's ratio both ways, and makes its coefficient c = r*c_avg (lines 17 to 20).
 
@@ -360,10 +365,10 @@ def lamb_rescale(
     range, then the change. A layer that found no ratio keeps its own. Other arguments as for ``lamb_coefficient``.
 
     Args:
-        largest: float32 [B], from ``lamb_ratio``.
-        norms: float64 [2, B], from ``lamb_ratio``: then r is blended; or None.
+        largest: From ``lamb_ratio``.
+        norms: From ``lamb_ratio``: then r is blended; or None.
         deepspeed: DeepSpeed's order.
-        started: int32 [1], set to 1.
+        started: Set to 1.
     """
     if skip:
         return
@@ -416,8 +421,8 @@ def lamb_follow_kernel(
 
 @op(lamb_follow_kernel, writes=("coef", "layers", "update_squares"), derive=PER_LAYER)
 def lamb_follow(
-    x_squares: PerBlock, scale: PerBlock, numel: Indices, layer_start: Counters, skip: Flag, coef: Floats,
-    layers: Floats, update_squares: Floats,
+    x_squares: PerBlock, scale: PerBlock, numel: Indices, layer_start: Starts, skip: Flag, coef: CoefTable,
+    layers: Layers, update_squares: PerTensor,
 ) -> None:  # fmt: skip
     """Makes each layer's step from what synchronised bits tell of its update, and the coefficient of the next.
 
@@ -428,12 +433,12 @@ def lamb_follow(
     arguments as for ``lamb_coefficient``.
 
     Args:
-        x_squares: float32 [B]: sums of squares of the parameters.
-        scale: float32 [B], of the bits.
-        numel: int32 [B], how many of their elements count.
+        x_squares: Sums of squares of the parameters.
+        scale: Of the bits.
+        numel: How many of their elements count.
         coef: UNIT, c_t, is read; STEP_SIZE, for bits in that unit, and DECAY are written, and UNIT of the next step.
         layers: COEFFICIENT of the next step is written.
-        update_squares: float32 [tensors], mean |u|^2, 0 where it is not known; read and written.
+        update_squares: Mean |u|^2, 0 where it is not known; read and written.
     """
     if skip:
         return

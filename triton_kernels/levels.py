@@ -7,6 +7,8 @@ ranks, of whose mean the square is that of the mean gradient, on average; and su
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from . import bit_rules
@@ -15,7 +17,21 @@ from . import user_tensors as users
 from .advance import plain_power, power
 from .eager import gather, only_live, tiles
 from .jit import jit, rule, tl
-from .nouns import Bits, Counters, Doubles, Flag, Floats, Indices, PerBlock, PerElement, Places, Table, Tensors
+from .nouns import (
+    CoefTable,
+    Counter,
+    DoublePerTensor,
+    Flag,
+    Floats,
+    Indices,
+    OfTensors,
+    PerBlock,
+    PerElement,
+    PerTensor,
+    Places,
+    Table,
+    Tensors,
+)
 from .op import op
 from .renewal import followed_level
 from .rules import BETA2, COLUMNS, LARGEST
@@ -67,8 +83,8 @@ def tell_level_kernel(
 
 @op(tell_level_kernel, writes=("projections", "sums"))
 def tell_level(
-    grads: Tensors, places: Places, exp_avg_sq: PerElement, factor: Floats | None, updates: Counters, share: Indices,
-    place: Indices, projections: Floats, sums: PerBlock,
+    grads: Tensors, places: Places, exp_avg_sq: PerElement, factor: Annotated[Floats, "1"] | None, updates: Counter,
+    share: Indices, place: Indices, projections: Annotated[Floats, "projections"], sums: PerBlock,
 ) -> None:  # fmt: skip
     """Writes the sums of a worker's gradient with random signs, and those of its v.
 
@@ -82,8 +98,8 @@ def tell_level(
         updates: int64 [].
         share: Elements of which a projection is the sum: a power of two, int32 [B].
         place: Where each block's projections begin, int32 [B].
-        projections: float32 [projections], written.
-        sums: float32 [B], written: of v.
+        projections: Written.
+        sums: Written: of v.
     """
     for tile in tiles(places.sizes, 1, places.block_size, exp_avg_sq.device, len(places.live_row)):
         b = tile.blocks
@@ -148,8 +164,8 @@ def follow_level_kernel(
     },
 )
 def follow_level(
-    told: Floats, first: Table, world_size: int, coef: Floats, steps: Doubles, flags: Flag, absent: Bits | None,
-    levels: Floats, rho: Floats,
+    told: Annotated[Floats, "projections+T"], first: Annotated[Table, "T+1"], world_size: int, coef: CoefTable,
+    steps: DoublePerTensor, flags: Flag, absent: OfTensors | None, levels: Annotated[Floats, "3 T"], rho: PerTensor,
 ) -> None:  # fmt: skip
     """Lets each tensor's level follow the last gradient, and compares it with the workers' own squares.
 
@@ -159,17 +175,17 @@ def follow_level(
     on any rank, and one whose gradient is 0, change nothing.
 
     Args:
-        told: float32 [projections + tensors], what ``tell_level`` has written, summed over ranks: projections of each
+        told: What ``tell_level`` has written, summed over ranks: projections of each
             tensor, and its sum of v.
-        first: int32 [tensors + 1], where each tensor's projections begin.
+        first: Where each tensor's projections begin.
         world_size: W.
-        coef: float32 [tensors, columns of ``Coef``], of which BETA2 is read.
-        steps: float64 [tensors], each one's updates before this step.
+        coef: Of which BETA2 is read.
+        steps: Each one's updates before this step.
         flags: int32 [1] of this step, not 0 where it is skipped.
-        absent: uint8 [tensors], of which no rank had a gradient; None: none.
-        levels: float32 [3, tensors], read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
+        absent: Of which no rank had a gradient; None: none.
+        levels: Read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
             given; and the tensor's updates when it was last followed.
-        rho: float32 [tensors], written.
+        rho: Written.
     """
     count, per_worker = len(told) - len(steps), 1.0 / world_size
     mean = (told * per_worker).double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,20 @@ from . import headers, rules
 from . import user_tensors as users
 from .eager import Tile, gather, only_live, pack, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .nouns import Bits, Counters, Derived, Flag, Floats, Headers, PerBlock, PerElement, Places, Tensors, stride
+from .nouns import (
+    CoefTable,
+    Counters,
+    Derived,
+    Flag,
+    Floats,
+    Headers,
+    Packed,
+    PerBlock,
+    PerElement,
+    Places,
+    Tensors,
+    stride,
+)
 from .op import op
 from .rules import ONE_MINUS_BETA1
 
@@ -30,24 +43,24 @@ class Compensation(NamedTuple):
     """What a worker keeps from round to round, and what of it the last one has taken, until it is formed."""
 
     numbers: PerElement
-    """c, float32 [>= P]."""
+    """c."""
     scale: PerBlock
-    """s, how far the last global update went, float32 [B]."""
+    """s, how far the last global update went."""
     limit: PerBlock
-    """Largest compensation of a coordinate, float32 [B]; infinity: the paper's."""
+    """Largest compensation of a coordinate; infinity: the paper's."""
 
 
 class LocalUpdate(NamedTuple):
     """What a worker's own update is made of, and where it goes (``local_update``)."""
 
-    factor: Floats
-    """What gradients are multiplied with, float32 [1]."""
+    factor: Annotated[Floats, "1"]
+    """What gradients are multiplied with."""
     decays: bool
     """Whether any tensor has weight decay."""
     moves: bool = False
     """Whether it is a local step between two rounds: x = x - u, and no bits."""
     anchor: PerElement | None = None
-    """float32 [>= P], written where a round's first step ``moves``, else None: the parameters as they were, those that
+    """Written where a round's first step ``moves``, else None: the parameters as they were, those that
     do not count included."""
     share: float = 1.0
     """What c is multiplied with where it is written: 1, or 1/W of what is summed over the ranks next."""
@@ -56,16 +69,16 @@ class LocalUpdate(NamedTuple):
 class ChunkHeaders(NamedTuple):
     """The headers of chunks, and what a round writes into them."""
 
-    words: Headers
-    """int32 [W, 8]; one that all chunks share has stride 0."""
+    words: Annotated[Headers, "W WORDS"]
+    """One that all chunks share has stride 0."""
     number: int
     """STEP."""
     tag: int
     """TAG."""
     flags: int
     """More FLAGS."""
-    digest: Counters
-    """``folded`` to DIGEST, int64 [1]."""
+    digest: Annotated[Counters, "1"]
+    """``folded`` to DIGEST."""
 
     @staticmethod
     def derived() -> Derived:
@@ -185,8 +198,8 @@ def local_update_kernel(
 )
 def local_update(
     params: Tensors, grads: Tensors, places: Places, chunks: Chunks, exp_avg: PerElement | None,
-    exp_avg_sq: PerElement | None, compensated: Compensation, bits: Bits, coef: Floats, step: LocalUpdate, hold: Flag,
-    header: ChunkHeaders,
+    exp_avg_sq: PerElement | None, compensated: Compensation, bits: Packed, coef: CoefTable, step: LocalUpdate,
+    hold: Flag, header: ChunkHeaders,
 ) -> None:  # fmt: skip
     """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
@@ -207,10 +220,10 @@ def local_update(
         exp_avg: m, float32 [P], read and written; None: u = lr*g.
         exp_avg_sq: v, float32 [P], read and written; None: SGD.
         compensated: Read and written; then the scale is 0, and the limit infinity.
-        bits: uint8 [W, stride]: signs of the last global update, overwritten by those of c, unless it ``moves``.
+        bits: Signs of the last global update, overwritten by those of c, unless it ``moves``.
         coef: STEP_SIZE is lr (SGD), lr / (1 - beta1^t) (AdamW).
         step: What is added, and where it goes.
-        hold: int32 [1]; where set u = 0 and moments stay.
+        hold: Where set u = 0 and moments stay.
         header: Written unless it ``moves``; ``NONFINITE`` is set where it happened.
     """
     numbers, scale, limit = compensated

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -101,8 +102,8 @@ def merge_signs_kernel(
     derive={**WORDS, "first_digit": ("i32", lambda threshold: trailing_zeros(threshold))},
 )
 def merge_signs(
-    bits: Words, arrived_bits: Words, threshold: int, seed: int, words: Flag, arrived_words: Flag, checked: int,
-    flags: int, mismatch: int,
+    bits: Words, arrived_bits: Words, threshold: int, seed: int, words: Annotated[Flag, "W WORDS"],
+    arrived_words: Annotated[Flag, "W WORDS"], checked: int, flags: int, mismatch: int,
 ) -> None:  # fmt: skip
     """Marsit's operator on packed bits: v = (v AND v*) OR ((v XOR v*) AND b), b the transient vector (eq. 2).
 
@@ -115,7 +116,7 @@ def merge_signs(
         arrived_bits: v, uint8 [n, stride]: those of all workers before this one.
         threshold: round(2^32 / j), with this worker the j-th.
         seed: 31 bits, others for each merge of the same elements.
-        words: int32 [n, 8], own headers, read and written.
+        words: Own headers, read and written.
         arrived_words: int32 [n, 8].
         checked: The first so many words must be equal.
         flags: Index of the word of flags; notes are in word 7.
@@ -163,7 +164,7 @@ def pick_owned_kernel(bits, bits_stride, quads, rank, world_size, seed, owners, 
     writes=("owners", "picked"),
     derive={**WORDS, "programs": ("i32", lambda parts: parts)},
 )
-def pick_owned(bits: Words, rank: int, seed: int, owners: Words, picked: Words) -> None:
+def pick_owned(bits: Words, rank: int, seed: int, owners: Words, picked: Annotated[Words, "1 stride"]) -> None:
     """Draws whose sign each coordinate gets, and picks those of this rank: D/W bits of D.
 
     At place p of a chunk a shift r is drawn, uniform in 0 ... W - 1, the same on all ranks; worker
@@ -173,8 +174,8 @@ def pick_owned(bits: Words, rank: int, seed: int, owners: Words, picked: Words) 
         bits: Own signs, uint8 [W, stride], rows of a multiple of 16 bytes.
         rank: This rank.
         seed: 31 bits, equal on all ranks.
-        owners: uint8 [W, stride], written: plane r has the places where the shift is r.
-        picked: uint8 [1, stride], written.
+        owners: Written: plane r has the places where the shift is r.
+        picked: Written.
     """
     world_size = len(bits)
     for part, words in _at_a_time(bits):
@@ -216,9 +217,9 @@ def place_owned(gathered: Words, owners: Words, bits: Words) -> None:
     """Puts what all ranks have picked where it belongs: the inverse of ``pick_owned``.
 
     Args:
-        gathered: uint8 [W, stride], what each rank has picked.
-        owners: uint8 [W, stride], from ``pick_owned``.
-        bits: uint8 [W, stride], written.
+        gathered: What each rank has picked.
+        owners: From ``pick_owned``.
+        bits: Written.
     """
     torch.bitwise_and(gathered, owners[0], out=bits)
     for shift in range(1, len(bits)):

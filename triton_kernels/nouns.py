@@ -1,4 +1,4 @@
-"""What ops take: tensors, by what they must be, and nouns, which are values that always travel together.
+"""What ops take: tensors, by what they must be (``checks``), and nouns, which are values that always travel together.
 
 A noun is a NamedTuple. An op declares it as one argument, its kernel reads ``noun.field``, and callers hand over one
 object. What torch, Triton's launcher and C get is flat (``flattening``): ``side.scale`` is ``side_scale`` to them.
@@ -16,37 +16,50 @@ import torch
 from torch import Tensor
 
 from .native.generate import Spec
+from .rules import GROUP_COLUMNS, Layer
 
 if TYPE_CHECKING:
     from .layout import FlatLayout
     from .tables import LiveTable
 
+INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
+
 Floats = Annotated[Tensor, Spec(torch.float32)]
-PerElement = Annotated[Tensor, Spec(torch.float32, "element")]
-"""float32 [P], or longer: one for each element of the flat index space."""
-PerBlock = Annotated[Tensor, Spec(torch.float32, "block")]
-"""float32 [B]: one for each block."""
-Variance = Annotated[Tensor, Spec(None, "element")]
-"""float32 or bfloat16 [P]."""
-Moment = Annotated[Tensor, Spec(None, "element", others=(torch.uint8,))]
-"""The same, or codes in uint8."""
-Correction = Annotated[Tensor, Spec(torch.int8, "element", others=(torch.int16,))]
-"""int8 or int16 [P]."""
+PerElement = Annotated[Floats, "P+"]
+"""One for each element of the flat index space, or more."""
+PerBlock = Annotated[Floats, "B"]
+PerTensor = Annotated[Floats, "T"]
+CoefTable = Annotated[Floats, "T COLUMNS"]
+"""A row of ``Coef`` for each tensor."""
+Layers = Annotated[Floats, f"{len(Layer)} T"]
+"""A column of ``Layer`` for each tensor."""
 AnyFloats = Annotated[Tensor, Spec(None)]
+"""float32 or bfloat16."""
+AnyTensor = Annotated[Tensor, Spec(None, dense=False, others=(torch.float16, torch.float64, torch.bool, *INTEGERS))]
+Variance = Annotated[AnyFloats, "P+"]
+Moment = Annotated[Tensor, Spec(None, others=(torch.uint8,)), "P+"]
+"""The same, or codes in uint8."""
+Correction = Annotated[Tensor, Spec(torch.int8, others=(torch.int16,)), "P+"]
 Doubles = Annotated[Tensor, Spec(torch.float64)]
-DoublePerBlock = Annotated[Tensor, Spec(torch.float64, "block")]
-Indices = Annotated[Tensor, Spec(torch.int32, "block")]
-"""int32 [B]."""
-Flag = Annotated[Tensor, Spec(torch.int32, dense=False)]
-"""int32 [1], or a column of words."""
+FloatsOrDoubles = Annotated[Tensor, Spec(torch.float32, others=(torch.float64,))]
+DoublePerBlock = Annotated[Doubles, "B"]
+DoublePerTensor = Annotated[Doubles, "T"]
+Partials = Annotated[Doubles, "2 B | 3 B"]
+"""Sums of each block; the third, of what is not zero, where ternary."""
 Table = Annotated[Tensor, Spec(torch.int32)]
-"""int32, as long as it needs to be."""
-Headers = Annotated[Tensor, Spec(torch.int32)]
-"""int32 [messages, 8], rows of words (``headers.Word``)."""
+Indices = Annotated[Table, "B"]
+Flag = Annotated[Tensor, Spec(torch.int32, dense=False), "1"]
+Headers = Annotated[Table, "_ WORDS"]
+"""Rows of words (``headers.Word``)."""
 Counters = Annotated[Tensor, Spec(torch.int64)]
+Counter = Annotated[Counters, ""]
+Starts = Annotated[Counters, "T+1"]
 Bits = Annotated[Tensor, Spec(torch.uint8)]
-Words = Annotated[Tensor, Spec(torch.uint32)]
-"""uint8 of rows of a multiple of 16 bytes, on which kernels work as on 32-bit words."""
+OfTensors = Annotated[Bits, "T"]
+Packed = Annotated[Bits, "W P/8/W+ | W 2 P/8/W+"]
+"""A row for each chunk, LSB first; where ternary of two planes: signs, and which are not zero."""
+Words = Annotated[Tensor, Spec(torch.uint32), "W stride"]
+"""Bytes in rows of a multiple of 16, on which kernels work as on 32-bit words: a row for each chunk."""
 Tensors = Sequence[Tensor]
 """The users' tensors, of any float dtype, dense; empty is zeros."""
 Sizes = Sequence[int]
@@ -72,11 +85,11 @@ class Places(NamedTuple):
     block_size: int
     """Elements of a block."""
     block_tensor: Indices
-    """Each block's tensor, int32 [B]."""
-    live: Bits
-    """The patterns of elements that count, uint8 [patterns, block_size / 8], LSB first (``tables.live_table``)."""
+    """Each block's tensor."""
+    live: Annotated[Bits, "_ block_size/8"]
+    """The patterns of elements that count, LSB first (``tables.live_table``)."""
     live_row: Indices
-    """Each block's pattern, int32 [B]."""
+    """Each block's pattern."""
 
     @classmethod
     def of(cls, layout: FlatLayout, block_tensor: Tensor, live: LiveTable) -> Places:
@@ -95,10 +108,8 @@ class Places(NamedTuple):
 class Signs(NamedTuple):
     """Numbers of one bit each: a scale of each block, times signs."""
 
-    bits: Bits
-    """LSB first, uint8 [W, P / 8W]; or, where ternary, uint8 [W, 2, P / 8W]: signs, and which are not zero."""
+    bits: Packed
     scale: PerBlock
-    """float32 [B]."""
 
     @staticmethod
     def derived() -> Derived:
@@ -116,9 +127,8 @@ class Stored(NamedTuple):
     """
 
     numbers: Moment
-    """float32, bfloat16, or codes in uint8 [P]."""
-    exponents: Bits | None = None
-    """Of codes the exponent of each block, uint8 [B]; None: there are no codes."""
+    exponents: Annotated[Bits, "B"] | None = None
+    """Of codes the exponent of each block; None: there are no codes."""
 
     @classmethod
     def row(cls, numbers: Tensor, exponents: Tensor | None, row: int) -> Stored:
@@ -136,10 +146,10 @@ class Moments(NamedTuple):
     """m, as ``Stored.numbers``."""
     exp_avg_sq: Moment
     """v."""
-    exponents: Bits | None = None
-    """Of codes the exponents of m, and of v: uint8 [2 or more, B]; None: there are no codes."""
-    drawn: Counters | None = None
-    """The updates done, int64 [], with which what is not in float32 is rounded stochastically: to nearest, v would
+    exponents: Annotated[Bits, "2+ B"] | None = None
+    """Of codes the exponents of m, and of v; None: there are no codes."""
+    drawn: Counter | None = None
+    """The updates done, with which what is not in float32 is rounded stochastically: to nearest, v would
     stand still. None: both are in float32, or only read."""
 
     def at(self, elements: slice, blocks: slice) -> Moments:
@@ -167,11 +177,11 @@ class Compensated(NamedTuple):
     numbers: Moment
     """c, as ``Stored.numbers``."""
     scale: PerBlock
-    """s of the last step, float32 [B]."""
-    exponents: Bits | None = None
-    """Of codes the exponents, uint8 [1 or more, B]: of c, and in further rows of what an op says."""
-    drawn: Counters | None = None
-    """The updates done, int64 [], with which what is not in float32 is rounded stochastically: to nearest, small
+    """s of the last step."""
+    exponents: Annotated[Bits, "1+ B"] | None = None
+    """Of codes the exponents of c, and in further rows of what an op says."""
+    drawn: Counter | None = None
+    """The updates done, with which what is not in float32 is rounded stochastically: to nearest, small
     gradients would be lost. None: all is in float32."""
 
     @property
@@ -190,7 +200,7 @@ class Divisor(NamedTuple):
 
     numbers: Moment
     """v, as in ``Stored``."""
-    exponents: Bits | None
+    exponents: Annotated[Bits, "B"] | None
     """As in ``Stored``."""
     eps_inside_sqrt: bool
     """Whether the denominator is sqrt(v + eps), v corrected for its start at 0, else sqrt(v) + eps."""
@@ -199,10 +209,9 @@ class Divisor(NamedTuple):
 class Codes(NamedTuple):
     """Numbers that are kept in codes alone, in rows of a chunk each."""
 
-    numbers: Bits
-    """uint8 [chunks, elements], see ``codes.encode``."""
-    exponents: Bits
-    """uint8 [chunks, blocks]."""
+    numbers: Annotated[Bits, "chunks elements"]
+    """See ``codes.encode``."""
+    exponents: Annotated[Bits, "chunks blocks"]
 
     @staticmethod
     def derived() -> Derived:
@@ -218,8 +227,8 @@ class Header(NamedTuple):
 
     number: int
     """STEP, an int32."""
-    counter: Flag | None
-    """Where STEP lies instead, int32 []."""
+    counter: Annotated[Flag, " | 1"] | None
+    """Where STEP lies instead."""
     counts: bool
     """Whether ``counter`` is one less, and to be counted up."""
     tag: int
@@ -227,20 +236,20 @@ class Header(NamedTuple):
     flags: int
     """FLAGS that the host knows."""
     pending: Flag
-    """More of them, found on the device: int32 [1]; 0 afterwards."""
+    """More of them, found on the device; 0 afterwards."""
 
 
 class Count(NamedTuple):
     """What the end of a step counts by, and where: unless it was skipped, but for its number and replays."""
 
-    absent: Bits | None
-    """Not 0 where no rank had a gradient of a tensor, which is not counted: uint8 [tensors]; None: all had."""
-    updates: Counters | None
-    """Steps that were not skipped, int64 [], written."""
-    number: Table | None
-    """The number that the coming step has in messages, modulo 2^32, int32 [], written."""
-    replays: Counters | None
-    """int64 [4], written: steps, those skipped, those with a flag of ``veto``, and of ``bad``."""
+    absent: Annotated[Bits, "T"] | None
+    """Not 0 where no rank had a gradient of a tensor, which is not counted; None: all had."""
+    updates: Counter | None
+    """Steps that were not skipped, written."""
+    number: Annotated[Table, " | 1"] | None
+    """The number that the coming step has in messages, modulo 2^32, written."""
+    replays: Annotated[Counters, "4"] | None
+    """Written: steps, those skipped, those with a flag of ``veto``, and of ``bad``."""
     veto: int = 0
     """A mask of flags."""
     bad: int = 0
@@ -253,21 +262,21 @@ NOT_COUNTED = Count(None, None, None, None)
 class Coefficients(NamedTuple):
     """The table of coefficients, and what it is made of: anew for the coming step (``advance``), or on the way."""
 
-    groups: Doubles | None
-    """What each group's tensors have in common, float64 [groups, GROUP_COLUMNS]; None: the table stays as it is."""
-    lr: Floats | None
-    """Learning rates that are on the device, float32 [groups], instead of those in ``groups``."""
-    group_of: Table | None
-    """Each tensor's group, int32 [tensors]."""
-    steps: Doubles | None
-    """Updates of each, float64 [tensors]."""
-    mean_sq: Doubles | None
-    """The mean of v, where tensors wait for a variance, float64 [tensors]."""
-    table: Floats
-    """float32 [tensors, columns of ``Coef``], written: on the way LR, STEP_SIZE, DECAY and UNBIAS1, for the step that
+    groups: Annotated[Doubles, f"groups {GROUP_COLUMNS}"] | None
+    """What each group's tensors have in common; None: the table stays as it is."""
+    lr: Annotated[Floats, "groups"] | None
+    """Learning rates that are on the device, instead of those in ``groups``."""
+    group_of: Annotated[Table, "T"] | None
+    """Each tensor's group."""
+    steps: DoublePerTensor | None
+    """Updates of each."""
+    mean_sq: DoublePerTensor | None
+    """The mean of v, where tensors wait for a variance."""
+    table: CoefTable
+    """Written: on the way LR, STEP_SIZE, DECAY and UNBIAS1, for the step that
     is being taken (``renew_kernel``)."""
-    moved: Floats | None = None
-    """float32 [2, tensors], sums of STEP_SIZE and products of DECAY over a round, to which this step is added. A table
+    moved: Annotated[Floats, "2 T"] | None = None
+    """Sums of STEP_SIZE and products of DECAY over a round, to which this step is added. A table
     that is renewed on the way is then of the round: the mean STEP_SIZE of its ``length`` steps, and the product of
     their DECAY."""
     length: int = 1
@@ -292,16 +301,16 @@ class Limit(NamedTuple):
     norm^2 = sum over blocks of (s * UNBIAS1 * weight)^2
     """
 
-    coef: Floats | None
-    """float32 [tensors, columns of ``Coef``], of which UNBIAS1 is read; None where the op has the table anyway."""
+    coef: CoefTable | None
+    """Of which UNBIAS1 is read; None where the op has the table anyway."""
     block_tensor: Indices | None
-    """Each block's tensor, int32 [B]."""
+    """Each block's tensor."""
     weight: PerBlock | None
-    """The root of the square of the update's norm per square of a block's scale, float32 [B]."""
-    largest: Doubles | None
-    """The largest norm that is let through, float64 []."""
-    norm: Doubles | None
-    """The update's, float64 [], written."""
+    """The root of the square of the update's norm per square of a block's scale."""
+    largest: Annotated[Doubles, ""] | None
+    """The largest norm that is let through."""
+    norm: Annotated[Doubles, ""] | None
+    """The update's, written."""
 
     def without(self, absent: Tensor | None) -> Limit:
         """Return one that does not count ``absent`` tensors, bool [tensors]."""
@@ -313,23 +322,23 @@ class Limit(NamedTuple):
 class Side(NamedTuple):
     """Scales on one side of error feedback, a worker's or a server's."""
 
-    segment: Table
-    """The measured scale that each block shares, int32 [blocks]; rising."""
-    measured: Floats
-    """Scales as ``finish`` has measured them, float32 [segments]."""
-    scale: Floats
-    """Scales of blocks, with which the residual is formed, float32 [blocks]."""
-    settled: Floats
-    """Those with which it has been formed since the last step, float32 [blocks]."""
+    segment: Annotated[Table, "blocks"]
+    """The measured scale that each block shares; rising."""
+    measured: Annotated[Floats, "segments"]
+    """Scales as ``finish`` has measured them."""
+    scale: Annotated[Floats, "blocks"]
+    """Scales of blocks, with which the residual is formed."""
+    settled: Annotated[Floats, "blocks"]
+    """Those with which it has been formed since the last step."""
 
 
 class Ratios(NamedTuple):
     """What blocks tell of a layer's ratio in 1-bit LAMB."""
 
     largest: PerBlock
-    """The largest ratio of the frozen variance to the fresh one, float32 [B]; 0 in blocks where nothing counts."""
-    norms: Doubles | None
-    """Sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2, float64 [2, B], for DeepSpeed's blend; or None."""
+    """The largest ratio of the frozen variance to the fresh one; 0 in blocks where nothing counts."""
+    norms: Annotated[Doubles, "2 B"] | None
+    """Sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2, for DeepSpeed's blend; or None."""
 
     @staticmethod
     def derived() -> Derived:
@@ -338,18 +347,17 @@ class Ratios(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What workers have sent to a server of its chunk, and what this rank's own header says."""
+    """What workers have sent to a server of its chunk of P elements, and what this rank's own header says."""
 
-    bits: Bits
-    """uint8 [W, P / 8W], or [W, 2, P / 8W] where ternary."""
-    scales: Floats
-    """float32 [W, slots]."""
-    words: Headers
-    """int32 [W, 8], the headers."""
-    own_words: Flag
-    """int32 [8], this rank's."""
+    bits: Annotated[Bits, "W P/8 | W 2 P/8"]
+    """As ``Packed``, a row of each worker's."""
+    scales: Annotated[Floats, "W 1+"]
+    words: Annotated[Headers, "W WORDS"]
+    """The headers."""
+    own_words: Annotated[Flag, "WORDS"]
+    """This rank's."""
     slot: Indices
-    """Each block's slot among the scales, int32 [B / W]."""
+    """Each block's slot among the scales."""
 
     @staticmethod
     def derived() -> Derived:
@@ -366,15 +374,14 @@ class Sent(NamedTuple):
 class Arrived(NamedTuple):
     """The servers' messages, of several parts one behind the other, and what this rank's own headers say."""
 
-    words: Headers
-    """int32 [parts * W, 8], the headers."""
-    own_words: Headers
-    """int32 [parts, 8], this rank's."""
-    summed: Bits
-    """uint8 [parts * W, n], what of the messages the digest is to have now; of what is left out, ``apply_momentum``
+    words: Annotated[Headers, "messages WORDS"]
+    """The headers: W of each part."""
+    own_words: Annotated[Headers, "parts WORDS"]
+    """This rank's."""
+    summed: Annotated[Bits, "messages _"]
+    """What of the messages the digest is to have now; of what is left out, ``apply_momentum``
     adds the bits."""
-    scales: Floats
-    """float32 [parts * W, slots]."""
+    scales: Annotated[Floats, "messages 1+"]
 
     @staticmethod
     def derived() -> Derived:
@@ -393,9 +400,9 @@ class Arrived(NamedTuple):
 class Digest(NamedTuple):
     """The checksum of what a rank has received, which the next messages carry."""
 
-    sums: Counters
-    """int64 [parts], written: the wrapping sum of the 8-byte words of each part."""
-    running: Counters
-    """int64 [parts], 0; scratch."""
-    updates: Counters | None
-    """Updates done, int64 [], added; None: nobody counts."""
+    sums: Annotated[Counters, "parts"]
+    """Written: the wrapping sum of the 8-byte words of each part."""
+    running: Annotated[Counters, "parts"]
+    """0; scratch."""
+    updates: Counter | None
+    """Updates done, added; None: nobody counts."""

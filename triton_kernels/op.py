@@ -18,7 +18,9 @@ To add an op, write in one file:
    - a float arrives in float32, as Python's times a float32 tensor counts in torch; where the eager function computes
      in float64 with it, the kernel's argument is annotated with ``tl.float64``;
 3. the eager op, which specifies it: ``@op(name_kernel, writes=(...))`` on a function with the annotations of
-   ``nouns``;
+   ``nouns``. They say of which dtypes and shapes tensors are, ``Annotated[Doubles, "2 B | 3 B"]`` (``checks``); who
+   gives others is told which argument of which op is wrong, by the fake implementation, and where a launch is planned
+   or the eager function called;
 4. if CPUs need it fast, ``KERNEL(name) {...}`` in one of ``native``'s C files: its arguments are those of the Triton
    kernel, printed from this declaration (``native.generate``), behind the range of programs;
 5. its name in ``__init__``, and its constants in ``benchmarks/audit_cases``.
@@ -49,6 +51,7 @@ from torch.autograd import _profiler_enabled
 
 from . import backends, native
 from .backends import chosen
+from .checks import Checks
 from .flattening import REQUIRED, Signature
 from .jit import Deferred, interpreting
 from .layout import BLOCK_SIZES
@@ -141,6 +144,8 @@ class Op:
         self.parameters = [self._parameter(name) for name in names]
         self._launched = [self._key(name) for name in (*names, "device", "programs", "num_warps")]
         self._prepare_plans(names)
+        # Parameters that have changed may be handed on in a step that is skipped, and are then not read.
+        self._checks = Checks(self.name, self.arguments, [n for n in self._lists if n not in (*self.writes, "params")])
 
     def _prepare_plans(self, names: Sequence[str]) -> None:
         """Note at which places of the arguments is what a plan depends on."""
@@ -214,8 +219,7 @@ class Op:
         return key
 
     def _pointers(self, name: str) -> str:
-        needed = [name, self._key("device")] + ["sizes"] * (name not in self.writes and name != "params")
-        return self._computed(f"{name}.pointers", pointer_table, needed)
+        return self._computed(f"{name}.pointers", pointer_table, [name, self._key("device")])
 
     def _parameter(self, name: str) -> Parameter:
         argument, spec, place = self.arguments.get(name), None, self.signature.places.get(name)
@@ -278,6 +282,7 @@ class Op:
                 given[i] = arguments[at]
             plan.start(*given)
         else:
+            self._checks(arguments)  # those that fit a plan are like those of which it was made
             backend = chosen(device.type)
             if backend == "plain" or (backend == "native" and self.name not in native.KERNELS):
                 self.eager(*arguments)
@@ -290,6 +295,10 @@ class Op:
                 self._plans[where] = Plan(sizes, guards.check, *launch)
         for at in self._written_at:  # through their addresses, which autograd does not see
             _increment_version(arguments[at])
+
+    def fake(self, *arguments: Any) -> None:
+        """Check arguments alone: nothing is returned, so there is no shape to infer."""
+        self._checks((*arguments, *self._defaults[len(arguments) :]))
 
     def launch(self, arguments: Sequence[Any], on: str) -> tuple[Any, ...] | None:
         """Bind and launch the kernel, Triton's or that in C, and count it.
@@ -304,7 +313,7 @@ class Op:
             functions = native.library()
             assert functions is not None
             kernel = functions[self.name]
-            addresses = kernel.checked(given, values.get("blocks", 0), values.get("block_size", BLOCK_SIZES[0]))
+            addresses = kernel.addresses(given, values.get("block_size", BLOCK_SIZES[0]))
             free = [(kernel.places[i], at) for i, at in self._free]
             start = partial(kernel.start, programs)
             start(*addresses)
@@ -376,7 +385,7 @@ def op(
         _LIBRARY.define(declared.name + declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):  # ROCm's tensors are CUDA tensors to torch
             _LIBRARY.impl(declared.name, declared.run, key)
-        torch.library.register_fake(f"fusedonebit::{declared.name}", _fake, lib=_LIBRARY)
+        torch.library.register_fake(f"fusedonebit::{declared.name}", declared.fake, lib=_LIBRARY)
         native.declare(declared.name, declared.parameters, in_c)
         overload, flatten = getattr(torch.ops.fusedonebit, declared.name).default, declared.signature.flat
 
@@ -391,7 +400,3 @@ def op(
         return call
 
     return declare
-
-
-def _fake(*_: object) -> None:
-    """Nothing is returned, so there is no shape to infer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -84,21 +86,21 @@ def programs_of(scale: Tensor) -> int:
     },
 )
 def close_parts(
-    found: Table, scale: PerBlock, kept: Floats, flags: Flag, ticket: Flag, limit: Limit | None = None,
-    squares: Doubles | None = None,
+    found: Annotated[Table, "parts"], scale: PerBlock, kept: Annotated[Floats, "_ | _ _"], flags: Flag, ticket: Flag,
+    limit: Limit | None = None, squares: Annotated[Doubles, "programs"] | None = None,
 ) -> None:  # fmt: skip
     """Skips all parts of a step where any was, or where together they are an update beyond the limit, or no number.
 
     The result of a part that is skipped becomes zero, and nothing is lost; one that was skipped already stays.
 
     Args:
-        found: int32 [parts], flags of each; all have those of all afterwards.
-        scale: float32 [B], the result's, of equal parts one after the other; zero where a part is skipped now.
-        kept: float32 [n], scales of what the side that made the result has kept, in parts likewise; zero with it.
-        flags: int32 [1], written: those of all, and VETO where the update is refused.
-        ticket: int32 [1], 0; scratch.
+        found: Flags of each; all have those of all afterwards.
+        scale: The result's, of equal parts one after the other; zero where a part is skipped now.
+        kept: Scales of what the side that made the result has kept, in parts likewise; zero with it.
+        flags: Written: those of all, and VETO where the update is refused.
+        ticket: 0; scratch.
         limit: See ``receive``; its norm is 0 where there is no update.
-        squares: float64 [``programs_of``]; scratch.
+        squares: ``programs_of``; scratch.
     """
     flags.copy_(headers.union(found))
     if limit is not None and squares is not None:

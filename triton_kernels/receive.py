@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from . import block_io as io
@@ -141,8 +143,10 @@ def receive_kernel(
     },
 )
 def receive(
-    arrived: Arrived, worker: Side, server: Side, rank: int, scale: PerBlock, hold: Flag, flags: Flag, digest: Digest,
-    ticket: Flag, limit: Limit | None = None, squares: Doubles | None = None,
+    arrived: Annotated[Arrived, "messages=M parts=N"], worker: Annotated[Side, "blocks=B"],
+    server: Annotated[Side, "blocks=B*N/M"], rank: int, scale: PerBlock, hold: Flag, flags: Flag,
+    digest: Annotated[Digest, "parts=N"], ticket: Flag, limit: Limit | None = None,
+    squares: Annotated[Doubles, "programs"] | None = None,
 ) -> None:  # fmt: skip
     """Takes up what servers have sent, and hands scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
 
@@ -157,13 +161,13 @@ def receive(
         worker: Of whole tensors, whose scales servers cut at chunk boundaries: scales are written, and zeros.
         server: Of the chunk of each part that this rank's server serves, B / W blocks: the same is written.
         rank: Whose chunk of each part this server's is.
-        scale: float32 [B], written: the result's.
-        hold: int32 [1]; where set scales stay.
-        flags: int32 [1], written: ``agreed_flags``, and VETO where the update is refused.
+        scale: Written: the result's.
+        hold: Where set scales stay.
+        flags: Written: ``agreed_flags``, and VETO where the update is refused.
         digest: Its sums are written, whatever is skipped or held.
-        ticket: int32 [1], 0; scratch.
+        ticket: 0; scratch.
         limit: Its norm is written; None, as ``squares``: any update is let through.
-        squares: float64 [parts * W * ``spans_of``]; scratch.
+        squares: Of each program; scratch.
     """
     words, parts = arrived.words, len(arrived.own_words)
     of_parts = zip(words.chunk(parts), arrived.own_words, strict=True)

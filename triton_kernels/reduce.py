@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from . import block_io as io
 from . import headers, rules
 from .eager import compress, load, only_live, scaled, store, tiles, write_partials
 from .jit import jit, tl
-from .nouns import Bits, Compensated, Doubles, Flag, Header, Headers, Places, Sent
+from .nouns import Bits, Compensated, Flag, Header, Headers, Partials, Places, Sent
 from .op import op
 
 SIGN = 0x80000000  # of a float32's bits
@@ -190,8 +192,10 @@ def _warps(block_size: int, TERNARY: bool, compensated_numbers: Tensor | None) -
     },
 )
 def server_reduce(
-    arrived: Sent, places: Places, compensated: Compensated, bits: Bits, partials: Doubles, hold: Flag, flags: Flag,
-    kept_words: Headers, words: Headers | None = None, header: Header | None = None,
+    arrived: Sent, places: Places, compensated: Annotated[Compensated, "empty"],
+    bits: Annotated[Bits, "1 P/8 | 1 2 P/8"], partials: Partials, hold: Flag, flags: Flag,
+    kept_words: Annotated[Headers, "W WORDS"], words: Annotated[Headers, "1 WORDS"] | None = None,
+    header: Header | None = None,
 ) -> None:  # fmt: skip
     """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
 
@@ -204,12 +208,12 @@ def server_reduce(
         arrived: What workers have sent.
         compensated: The server's [P / W], read and written; or empty.
         places: Of this chunk.
-        bits: uint8 [1, P / 8W], or [1, 2, P / 8W], written.
-        partials: float64 [2, B / W], or [3, B / W], written as by ``momentum_compress``.
-        hold: int32 [1]; where set nothing is written but what follows.
-        flags: int32 [1], written: ``agreed_flags`` of the headers and of ``hold``.
-        kept_words: int32 [W, 8], written: the headers.
-        words: int32 [1, 8], header of the server's message where scales are no measured ones, written: STEP, TAG,
+        bits: Written.
+        partials: Written as by ``momentum_compress``.
+        hold: Where set nothing is written but what follows.
+        flags: Written: ``agreed_flags`` of the headers and of ``hold``.
+        kept_words: Written: the headers.
+        words: Header of the server's message where scales are no measured ones, written: STEP, TAG,
             DIGEST as in ``own_words`` and, with ``flags``, FLAGS; SIGNAL is 0. None: ``finish`` writes it.
         header: STEP, counted by nobody, and TAG; None, as ``words``.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from . import block_io as io
@@ -10,7 +12,21 @@ from .advance import plain_power, power
 from .codes import decode, load_codes
 from .eager import load, nearest, only_live, scaled, store_nearest, tiles
 from .jit import jit, rule, tl
-from .nouns import Bits, Codes, Divisor, Doubles, Flag, Floats, PerBlock, Places, Signs, Stored, Table
+from .nouns import (
+    Codes,
+    CoefTable,
+    Divisor,
+    DoublePerTensor,
+    Flag,
+    Floats,
+    FloatsOrDoubles,
+    OfTensors,
+    PerBlock,
+    Places,
+    Signs,
+    Stored,
+    Table,
+)
 from .op import op
 from .rules import BETA2, COLUMNS, INFINITY, LARGEST
 from .squares import ALIVE, PROJECTED, TOTAL
@@ -124,8 +140,9 @@ def renew_levels_kernel(
     },
 )
 def renew_levels(
-    sums: Floats, first_block: Table, coef: Floats, steps: Doubles, flags: Flag, absent: Bits | None, floor: float,
-    levels: Floats, mean_sq: Doubles, entered: Doubles, woken: Table, factors: Floats,
+    sums: Annotated[FloatsOrDoubles, "chunks 3 blocks"], first_block: Annotated[Table, "T+1"], coef: CoefTable,
+    steps: DoublePerTensor, flags: Flag, absent: OfTensors | None, floor: float, levels: Annotated[Floats, "5 T"],
+    mean_sq: DoublePerTensor, entered: DoublePerTensor, woken: Flag, factors: Annotated[Floats, "3 T"],
 ) -> None:  # fmt: skip
     """Lets each tensor's level follow the last gradient, and makes of it what the next v is made with.
 
@@ -136,20 +153,20 @@ def renew_levels(
     gradients return, and residuals in its unit too large before.
 
     Args:
-        sums: float32 or float64 [chunks, 3, blocks of a chunk], as ``average_squares`` writes it.
-        first_block: int32 [tensors + 1], where each tensor's blocks begin.
-        coef: float32 [tensors, columns of ``Coef``], of which BETA2 is read.
-        steps: float64 [tensors], each one's updates.
+        sums: As ``average_squares`` writes it.
+        first_block: Where each tensor's blocks begin.
+        coef: Of which BETA2 is read.
+        steps: Each one's updates.
         flags: int32 [1] of the step whose gradients were told.
-        absent: uint8 [tensors], of which no rank had a gradient in it; None: none.
+        absent: Of which no rank had a gradient in it; None: none.
         floor: Share of the tensor's mean that v has at least.
-        levels: float32 [5, tensors], read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
+        levels: Read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
             given; the mean of v, 0 while a tensor waits for its first gradient; the tensor's updates when the EMA was
             last followed; and what it was when there was a gradient last.
-        mean_sq: float64 [tensors], that mean again, read and written.
-        entered: float64 [tensors], written: infinite where there is a variance.
-        woken: int32 [1]: the number of tensors that have come alive is added.
-        factors: float32 [3, tensors], written: what squares are multiplied with, what v is where there are none, 0 of a
+        mean_sq: That mean again, read and written.
+        entered: Written: infinite where there is a variance.
+        woken: The number of tensors that have come alive is added.
+        factors: Written: what squares are multiplied with, what v is where there are none, 0 of a
             tensor whose v stays, and the least v.
     """
     rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double()
@@ -229,9 +246,9 @@ def renew_kernel(
     derive={"blocks_per_chunk": ("i32", lambda live_row, means_numbers: len(live_row) // len(means_numbers))},
 )
 def renew(
-    places: Places, compensated: Stored | None, scale: PerBlock | None, settled: PerBlock | None,
-    exp_avg: Signs | None, ternary: bool, coef: Floats, exp_avg_sq: Divisor, means: Codes, factors: Floats,
-    writes: bool,
+    places: Places, compensated: Stored | None, scale: PerBlock | None, settled: PerBlock | None, exp_avg: Signs | None,
+    ternary: bool, coef: CoefTable, exp_avg_sq: Divisor, means: Annotated[Codes, "chunks=R elements=P/R blocks=B/R"],
+    factors: Annotated[Floats, "3 T"], writes: bool,
 ) -> None:  # fmt: skip
     """Brings what is divided by one variance's root to the unit of the next: times old over new denominator.
 
@@ -240,15 +257,15 @@ def renew(
 
     Args:
         compensated: c, of a worker or of a server [n], read and written, to nearest; None: nothing was divided.
-        scale: float32 [blocks], s of c; written: 0.
-        settled: float32 [blocks], to which it is added.
+        scale: s of c; written: 0.
+        settled: To which it is added.
         exp_avg: m of the last step, of whose bits there is a row for each chunk; scales are written: 0. Of a
             server None.
         ternary: Whether bits have two planes.
         places, coef: As for ``momentum_compress``.
         exp_avg_sq: v, in whose unit c still is [n].
         means: Mean squares, of which the next v is made.
-        factors: float32 [3, tensors], as ``renew_levels`` writes it.
+        factors: As ``renew_levels`` writes it.
         writes: Whether ``exp_avg_sq`` becomes the next v.
     """
     (chunks, per_chunk), numel = means.exponents.shape, exp_avg_sq.numbers.numel()

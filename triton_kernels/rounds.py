@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -10,7 +10,7 @@ from . import block_io as io
 from . import headers, rules
 from .headers import Word
 from .jit import jit, tl
-from .nouns import Bits, Derived, Digest, Flag, Floats, Headers, Indices, PerBlock, stride
+from .nouns import Bits, CoefTable, Derived, Digest, Flag, Headers, Indices, PerBlock, stride
 from .op import op
 from .receive import sum_span
 
@@ -22,15 +22,15 @@ SPAN = 2048  # of a row, in 8 bytes, that a program sums
 class Received(NamedTuple):
     """What ends a round of Marsit's: all headers, what this rank's own says, and what was agreed on."""
 
-    words: Headers
-    """int32 [W, 8], the headers; their FLAGS are 0 afterwards."""
-    own_words: Flag
-    """int32 [8], this rank's, one of them or not; the same."""
-    summed: Bits
-    """uint8 [rows, n], what of the update, signs in messages or float32, the digest is to have now; of what is left
+    words: Annotated[Headers, "W WORDS"]
+    """The headers; their FLAGS are 0 afterwards."""
+    own_words: Annotated[Flag, "WORDS"]
+    """This rank's, one of them or not; the same."""
+    summed: Annotated[Bits, "rows _"]
+    """What of the update, signs in messages or float32, the digest is to have now; of what is left
     out, ``apply_momentum`` adds the bits."""
-    heads: Bits | None = None
-    """uint8 [rows, m], headers that have travelled apart from what is summed; None: none have."""
+    heads: Annotated[Bits, "rows _"] | None = None
+    """Headers that have travelled apart from what is summed; None: none have."""
 
     @staticmethod
     def derived() -> Derived:
@@ -49,11 +49,11 @@ class Left(NamedTuple):
     """How far a round's global update v goes, and what of it each worker's compensation takes."""
 
     scale: PerBlock
-    """eta_s, float32 [B]; 0 where the round is skipped."""
+    """eta_s; 0 where the round is skipped."""
     taken: PerBlock
-    """s of ``local_update``, float32 [B]."""
+    """s of ``local_update``."""
     limit: PerBlock
-    """Its limit, float32 [B]."""
+    """Its limit."""
 
 
 @jit()
@@ -131,7 +131,7 @@ def close_round_kernel(
     },
 )
 def close_round(
-    received: Received, coef: Floats, block_tensor: Indices, steps: float, most: float, signs: bool, hold: Flag,
+    received: Received, coef: CoefTable, block_tensor: Indices, steps: float, most: float, signs: bool, hold: Flag,
     left: Left, digest: Digest, flags: Flag, ticket: Flag,
 ) -> None:  # fmt: skip
     """Ends a round (Marsit, Algorithm 1): whether all ranks take it, and what they will keep of v (lines 10 and 12).
@@ -146,11 +146,11 @@ def close_round(
         steps: Of the round.
         most: Largest compensation of a coordinate: of signs in units of eta_s, where that is above 0.
         signs: Whether they are what was agreed on; else nothing is taken of v, but by ``most``.
-        hold: int32 [1], flags that skip as well.
+        hold: Flags that skip as well.
         left: Written.
         digest: Of one part; its sum, of ``summed`` and ``heads``, is written.
-        flags: int32 [1], written: ``agreed_flags``.
-        ticket: int32 [1], 0; scratch.
+        flags: Written: ``agreed_flags``.
+        ticket: 0; scratch.
     """
     words, own_words, summed, heads = received
     flags.copy_(headers.agreed_flags(words, own_words, hold))

@@ -6,6 +6,8 @@ and the infs found before, where there may have been any.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from . import block_io as io
@@ -14,7 +16,7 @@ from . import user_tensors as users
 from .eager import gather, square_sum, tiles
 from .finish import PIECE, ordered_sum
 from .jit import jit, tl
-from .nouns import Counters, DoublePerBlock, Doubles, Flag, Floats, Sizes, Table, Tensors
+from .nouns import CoefTable, Counters, DoublePerBlock, Doubles, Flag, Floats, Sizes, Table, Tensors
 from .op import op
 from .rules import COLUMNS, GRAD_LIMIT, ONE_MINUS_BETA1, ONE_MINUS_BETA2
 
@@ -81,23 +83,24 @@ def gradient_squares_kernel(
     },
 )
 def gradient_squares(
-    tensors: Tensors, sizes: Sizes, block_size: int, largest: float, loss_scale: Floats | None,
-    squares: DoublePerBlock, sums: Doubles, tickets: Table, total: Doubles, found_inf: Floats | None = None,
-    earlier: Floats | None = None, told: Floats | None = None,
+    tensors: Tensors, sizes: Sizes, block_size: int, largest: float, loss_scale: Annotated[Floats, ""] | None,
+    squares: DoublePerBlock, sums: Annotated[Doubles, "pieces"], tickets: Annotated[Table, "1+pieces"],
+    total: Annotated[Doubles, ""], found_inf: Annotated[Floats, ""] | None = None,
+    earlier: Annotated[Floats, "1"] | None = None, told: Annotated[Floats, "2 | 3"] | None = None,
 ) -> None:  # fmt: skip
     """Sums the squares of a gradient, in float64: no sum overflows, and bad elements do not count; tells the norm.
 
     Args:
         tensors, sizes, block_size: As for ``flatten``.
         largest: Elements larger than that times ``loss_scale``, and NaN, are left out.
-        loss_scale: float32 [], what gradients were multiplied with; None: nothing.
-        squares: float64 [B], written: by block.
-        sums: float64 [pieces of ``finish.PIECE`` blocks]; scratch.
-        tickets: int32 [1 + pieces], 0; scratch.
-        total: float64 [], written: of all blocks, each piece in ``finish``'s order, and then their sums.
-        found_inf: float32 [], above 0 where a GradScaler has found an inf; or None.
-        earlier: float32 [1], told as it is; or None.
-        told: float32 [2], or [3] where there is ``earlier``, written: whether there is an inf, 1 or 0; the norm,
+        loss_scale: What gradients were multiplied with; None: nothing.
+        squares: Written: by block.
+        sums: Of pieces of ``finish.PIECE`` blocks; scratch.
+        tickets: 0; scratch.
+        total: Written: of all blocks, each piece in ``finish``'s order, and then their sums.
+        found_inf: Above 0 where a GradScaler has found an inf; or None.
+        earlier: Told as it is; or None.
+        told: Written: whether there is an inf, 1 or 0; the norm,
             divided by ``loss_scale``; and ``earlier``. None: nothing is.
     """
     bound = torch.full((1,), largest, dtype=torch.float32, device=squares.device)
@@ -169,8 +172,9 @@ def scale_coefficients_kernel(
     },
 )
 def scale_coefficients(
-    told: Floats, world_size: int, loss_scale: Floats | None, clips: bool, max_norm: float, weighs: int,
-    outcome: Floats, hold: Flag, coef: Floats, scaled: Floats, digest: Counters | None = None,
+    told: Annotated[Floats, "2 | 3"], world_size: int, loss_scale: Annotated[Floats, ""] | None, clips: bool,
+    max_norm: float, weighs: int, outcome: Annotated[Floats, "4"], hold: Flag, coef: CoefTable, scaled: CoefTable,
+    digest: Annotated[Counters, "_"] | None = None,
 ) -> None:  # fmt: skip
     """Decides what gradients are multiplied with, from what ranks have told, and multiplies it into coefficients.
 
@@ -179,17 +183,17 @@ def scale_coefficients(
     Args:
         told: float32 [2] or [3], as ``gradient_squares`` writes it, summed over ranks.
         world_size: How many these are.
-        loss_scale: float32 [], what this rank's gradients were multiplied with; None: nothing.
+        loss_scale: What this rank's gradients were multiplied with; None: nothing.
         clips: Whether norms count.
         max_norm: What the mean of ranks' norms is brought down to.
         weighs: How many columns weigh gradients: 0, 1 (ONE_MINUS_BETA1), or 2 (ONE_MINUS_BETA2 as well); 3 where that
             weighs squares.
-        outcome: float32 [4], written: the factor; the mean norm, 0 if nobody clips; how many ranks have found an inf,
+        outcome: Written: the factor; the mean norm, 0 if nobody clips; how many ranks have found an inf,
             now or earlier; and 1 where any has.
-        hold: int32 [1], written: OVERFLOW where any rank has found one now, and LOCAL where not all have.
+        hold: Written: OVERFLOW where any rank has found one now, and LOCAL where not all have.
         coef: float32 [tensors, columns of ``Coef``].
         scaled: The same, written: those columns times the factor, and GRAD_LIMIT times ``loss_scale``.
-        digest: int64 [n], to the first of which the bits of ``told`` are added; None: to none.
+        digest: To the first of which the bits of ``told`` are added; None: to none.
     """
     found, norm = told[FOUND : FOUND + 1], told[NORM : NORM + 1]
     scale = torch.ones_like(found) if loss_scale is None else loss_scale.reshape(1)

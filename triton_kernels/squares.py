@@ -13,6 +13,8 @@ is 0.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from . import user_tensors as users
 from .codes import decode, decoded, encode, load_codes, store_codes
 from .eager import gather, load, only_live, square_sum, tiles
 from .jit import jit, tl
-from .nouns import Codes, Counters, Floats, Indices, Places, Stored, Tensors
+from .nouns import Codes, Counter, Floats, Indices, Places, Stored, Tensors
 from .op import op
 from .rules import LARGEST
 
@@ -88,8 +90,9 @@ def tell_squares_kernel(
     derive={"blocks_per_chunk": ("i32", lambda live_row, logs_numbers: len(live_row) // len(logs_numbers))},
 )
 def tell_squares(
-    grads: Tensors, places: Places, worker_sq: Stored, factor: Floats | None, updates: Counters, first_block: int,
-    share: Indices, place: Indices, logs: Codes, projections: Floats,
+    grads: Tensors, places: Places, worker_sq: Stored, factor: Annotated[Floats, "1"] | None, updates: Counter,
+    first_block: int, share: Indices, place: Indices, logs: Annotated[Codes, "chunks=R elements=P/R blocks=B/R"],
+    projections: Annotated[Floats, "R projections"],
 ) -> None:  # fmt: skip
     """Writes what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
 
@@ -102,9 +105,9 @@ def tell_squares(
         factor: What gradients are multiplied with, float32 [1]; None: nothing.
         updates: int64 [].
         first_block: Index of the first block here in all of the index space.
-        share, place: int32 [B], see ``Projections``.
+        share, place: See ``Projections``.
         logs: Written.
-        projections: float32 [chunks, projections], written.
+        projections: Written.
     """
     chunks, per_chunk = logs.exponents.shape
     for tile in tiles(places.sizes, chunks, places.block_size, updates.device, len(places.live_row)):
@@ -175,8 +178,9 @@ def average_squares_kernel(
     },
 )
 def average_squares(
-    places: Places, arrived: Codes, arrived_projections: Floats, share: Indices, place: Indices, mean: Codes,
-    sums: Floats,
+    places: Places, arrived: Annotated[Codes, "chunks=W elements=P blocks=B"],
+    arrived_projections: Annotated[Floats, "W projections"], share: Indices, place: Indices,
+    mean: Annotated[Codes, "chunks=1 elements=P blocks=B"], sums: Annotated[Floats, "3 B"],
 ) -> None:  # fmt: skip
     """Writes the mean of what workers have told of a chunk, added in their order, and its sums.
 
@@ -184,7 +188,7 @@ def average_squares(
         arrived, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
         places, share, place: Of the blocks of the chunk.
         mean: Written, one row.
-        sums: float32 [3, blocks], written: the sum of the means as they were rounded, how many are above 0, and the
+        sums: Written: the sum of the means as they were rounded, how many are above 0, and the
             square of the mean gradient's projections, infinite or NaN where any worker's is.
     """
     per_worker, device = 1.0 / len(arrived.numbers), sums.device

@@ -116,19 +116,10 @@ _tables_lock = threading.Lock()  # simulated ranks are threads
 _captured: list[Pointers] = []  # CUDA graphs read these again whenever they are replayed
 
 
-def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequence[int] | None = None) -> Pointers:
-    """Returns the table of addresses and dtypes; uploaded only when one has changed.
-
-    ``sizes`` are checked where given: of gradients; parameters that have changed may be handed on in a step that
-    is skipped, and are then not read.
-
-    Raises:
-        ValueError: for a tensor that is not of its size, nor empty: kernels would not notice.
-    """
+def pointer_table(tensors: Sequence[Tensor], device: torch.device) -> Pointers:
+    """Returns the table of addresses and dtypes; uploaded only when one has changed."""
     cuda = device.type == "cuda"
     facts = tensors.facts if isinstance(tensors, Listed) else Facts(tensors)
-    if sizes is not None and facts.numels != tuple(sizes) and not _each_or_none(facts.numels, sizes):
-        raise ValueError(f"tensors must have {_few(sizes)} elements, or none, got {_few(facts.numels)}")
     # By stream: a table that one stream uploads may not be there yet for another.
     stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
     what = (facts.key, device)
@@ -152,18 +143,8 @@ def pointer_table(tensors: Sequence[Tensor], device: torch.device, sizes: Sequen
     return pointers
 
 
-def _each_or_none(numels: Sequence[int], sizes: Sequence[int]) -> bool:
-    return len(numels) == len(sizes) and all(n in (0, size) for n, size in zip(numels, sizes, strict=True))
-
-
-def _few(numbers: Sequence[int]) -> str:
-    return f"{list(numbers[:8])}" if len(numbers) <= 8 else f"{list(numbers[:8])} and {len(numbers) - 8} more"
-
-
 def _make_pointers(facts: Facts, device: torch.device) -> Pointers:
     addresses, kinds = facts.addresses, facts.kinds
-    if _UNREADABLE in kinds:
-        raise TypeError(f"tensors must be of {', '.join(map(str, KINDS))}")
     host = torch.tensor([addresses, kinds], dtype=torch.int64, pin_memory=device.type == "cuda")
     used = {kind for kind, address in zip(kinds, addresses, strict=True) if address}
     stored = used.pop() if len(used) == 1 else _MIXED if used else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from . import block_io as io
@@ -11,12 +13,14 @@ from .advance import WIDTH, count_kernel, count_plainly, programs_of
 from .eager import follow, gather, load, move, only_live, scaled, square_sum, tiles, write
 from .jit import jit, tl
 from .nouns import (
+    CoefTable,
     Correction,
     Count,
+    Counter,
     Counters,
     Divisor,
     DoublePerBlock,
-    Doubles,
+    DoublePerTensor,
     Flag,
     Floats,
     Moments,
@@ -25,7 +29,6 @@ from .nouns import (
     Places,
     Signs,
     Stored,
-    Table,
     Tensors,
 )
 from .op import op
@@ -139,9 +142,10 @@ def apply_momentum_kernel(
     },
 )
 def apply_momentum(
-    params: Tensors, places: Places, exp_avg: Signs, exp_avg_sq: Divisor | None, coef: Floats, skip: Flag,
-    rounding: Counters | None, digest: Counters | None = None, x_squares: PerBlock | None = None,
-    count: Count | None = None, steps: Doubles | None = None, correction: Correction | None = None,
+    params: Tensors, places: Places, exp_avg: Signs, exp_avg_sq: Divisor | None,
+    coef: Annotated[Floats, "T+ COLUMNS"], skip: Flag, rounding: Counter | None,
+    digest: Annotated[Counters, "parts"] | None = None, x_squares: PerBlock | None = None, count: Count | None = None,
+    steps: DoublePerTensor | None = None, correction: Correction | None = None,
 ) -> None:  # fmt: skip
     """Applies the synchronised momentum with the frozen variance (1-bit Adam).
 
@@ -155,16 +159,16 @@ def apply_momentum(
         exp_avg_sq: Frozen variance, and which denom (Fixing 1-bit Adam, eq. 2, puts eps inside); None where the unit is
             over denom already.
         coef: float32 [tensors, columns of ``Coef``].
-        skip: int32 [1]; where set nothing moves.
+        skip: Where set nothing moves.
         rounding: Updates done, int64 []: then bfloat16 parameters are rounded stochastically, with bits
             drawn from it and from the flat index (``bit_rules.random_bits``); or None: to nearest. Not the updates
             of ``count``, which counts meanwhile.
-        digest: int64 [parts], to each of which are added the bits of as many blocks, one part after the other, as
+        digest: To each of which are added the bits of as many blocks, one part after the other, as
             8-byte words, wrapping; also of blocks that do not move, and where ``skip`` is set: ranks compare them.
             Or None.
-        x_squares: float32 [B], written: sums of squares of where x goes, unrounded; those of padding stay. Or None.
+        x_squares: Written: sums of squares of where x goes, unrounded; those of padding stay. Or None.
         count: Where the step is counted, as ``advance`` does; or None.
-        steps: float64 [tensors], written with it: updates of each.
+        steps: Written with it: updates of each.
         correction: What bfloat16 parameters lack of their float32 masters, which are what moves, in units of the
             masters' last bit, read and written: int16 [P]; or int8 [P], in units of 256 of them, where masters are
             rounded stochastically, with the bits of ``rounding``, and parameters to nearest. 0 for other parameters.
@@ -226,9 +230,9 @@ def adam_update_kernel(
     ),
 )
 def adam_update(
-    params: Tensors, grads: Tensors, places: Places, moments: Moments, coef: Floats, skip: Flag,
-    exp_avg_sq_sums: DoublePerBlock | None, rounding: Counters | None, found: Flag | None = None,
-    found_before: Flag | None = None, correction: Correction | None = None, first: Table | None = None,
+    params: Tensors, grads: Tensors, places: Places, moments: Moments, coef: CoefTable, skip: Flag,
+    exp_avg_sq_sums: DoublePerBlock | None, rounding: Counter | None, found: Flag | None = None,
+    found_before: Flag | None = None, correction: Correction | None = None, first: Flag | None = None,
 ) -> None:  # fmt: skip
     """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
@@ -237,11 +241,11 @@ def adam_update(
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
         moments: Read and written; of blocks where nothing counts they may stay.
-        exp_avg_sq_sums: float64 [B], written: sum of v per block (for the freeze rule); or None.
-        found: int32 [1], ``PARTLY`` is set where an element of a gradient exceeds GRAD_LIMIT, or is no number: it
+        exp_avg_sq_sums: Written: sum of v per block (for the freeze rule); or None.
+        found: ``PARTLY`` is set where an element of a gradient exceeds GRAD_LIMIT, or is no number: it
             and its moments stay as they are. None: all count.
-        found_before: int32 [1], written: 0, also where ``skip`` is set; or None.
-        first: int32 [1], which of a longer index space's blocks the first one is: random bits are those of its place
+        found_before: Written: 0, also where ``skip`` is set; or None.
+        first: Which of a longer index space's blocks the first one is: random bits are those of its place
             there. None: there is none.
     """
     if found_before is not None:
@@ -277,7 +281,7 @@ def add_values_kernel(
 
 @op(add_values_kernel, writes=("params",))
 def add_values(
-    params: Tensors, places: Places, values: PerElement, replaces: bool, skip: Flag, rounding: Counters | None,
+    params: Tensors, places: Places, values: PerElement, replaces: bool, skip: Flag, rounding: Counter | None,
 ) -> None:  # fmt: skip
     """x = x - values, or x = values, for the elements that count (Marsit, Algorithm 2, line 6).
 

@@ -7,6 +7,7 @@ written as those of ``rules``, and may call them. The kernel is never autotuned:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 from . import bit_rules, rules
 from . import block_io as io
@@ -14,7 +15,7 @@ from . import user_tensors as users
 from .eager import gather, live_mask, only_live, pack, random_bits, tiles
 from .jit import Deferred, jit, tl
 from .native.generate import instance
-from .nouns import Bits, Counters, Derived, Flag, Floats, PerElement, Places, Tensors
+from .nouns import CoefTable, Counter, Derived, Flag, Floats, Packed, PerElement, Places, Tensors
 from .op import op
 
 RULE = rules.momentum  # each op binds its own
@@ -79,8 +80,8 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
     """
 
     def vote(
-        grads: Tensors, places: Places, exp_avg: PerElement, coef: Floats, step: Counters, hold: Flag, bits: Bits,
-        weights: Floats | None, rank: int, flags: Flag,
+        grads: Tensors, places: Places, exp_avg: PerElement, coef: CoefTable, step: Counter, hold: Flag, bits: Packed,
+        weights: Annotated[Floats, "W _"] | None, rank: int, flags: Flag,
     ) -> None:  # fmt: skip
         """Makes a worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
 

@@ -12,7 +12,18 @@ from . import user_tensors as users
 from .advance import WIDTH, programs_of, renew_kernel, renew_plainly
 from .eager import gather, live_mask, only_live, scaled, scatter, tiles
 from .jit import jit, of, tl
-from .nouns import Bits, Coefficients, Doubles, Flag, Floats, PerBlock, PerElement, Places, Tensors
+from .nouns import (
+    Coefficients,
+    CoefTable,
+    DoublePerTensor,
+    Flag,
+    Packed,
+    PerBlock,
+    PerElement,
+    PerTensor,
+    Places,
+    Tensors,
+)
 from .op import op
 from .rules import BETA1
 
@@ -119,7 +130,7 @@ def local_step_kernel(
 @op(local_step_kernel, writes=("params", "exp_avg", "exp_avg_sq", "compensated", "worker_scale", "anchor", "flags"))
 def local_step(
     params: Tensors, grads: Tensors, places: Places, exp_avg: PerElement, exp_avg_sq: PerElement,
-    compensated: PerElement, worker_scale: PerBlock, coef: Floats, step: LocalStep, hold: Flag,
+    compensated: PerElement, worker_scale: PerBlock, coef: CoefTable, step: LocalStep, hold: Flag,
     anchor: PerElement | None, flags: Flag,
 ) -> None:  # fmt: skip
     """Takes a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
@@ -148,11 +159,11 @@ def local_step(
         compensated: c, float32 [P], read and written.
         worker_scale: s of the last synchronisation, float32 [B]; then 0.
         places: Elements that do not count get c = 0.
-        hold: int32 [1]; where set x, m and v stay, and c gets no update.
+        hold: Where set x, m and v stay, and c gets no update.
         step: What it does.
-        anchor: float32 [P], written where this is a round's first step, else None: the parameters as they were, those
+        anchor: Written where this is a round's first step, else None: the parameters as they were, those
             that do not count included.
-        flags: int32 [1], ``NONFINITE`` is set where it happened.
+        flags: ``NONFINITE`` is set where it happened.
     """
     inside, precondition, moves, last, leaks, follows = step
     flat, moments = places.rows(compensated), places.rows(exp_avg)
@@ -247,9 +258,9 @@ def rebuild_momentum_kernel(
     },
 )
 def rebuild_momentum(
-    places: Places, exp_avg_bits: Bits, exp_avg_scale: PerBlock, summed: Floats | None, awaited: Doubles | None,
-    exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coefficients: Coefficients, exp_avg: PerElement,
-    sent: PerBlock,
+    places: Places, exp_avg_bits: Packed, exp_avg_scale: PerBlock, summed: PerTensor | None,
+    awaited: DoublePerTensor | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coefficients: Coefficients,
+    exp_avg: PerElement, sent: PerBlock,
 ) -> None:  # fmt: skip
     """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale/summed*sign(bits) * denom.
 
@@ -257,15 +268,15 @@ def rebuild_momentum(
 
     Args:
         exp_avg_bits: uint8 [W, P / 8W].
-        exp_avg_scale: float32 [B]: the buffer's scale; then 0, so that the bits stand for nothing.
-        summed: float32 [tensors]: steps that the buffer sums; None: one.
-        awaited: float64 [tensors]: the mean of v, where what has none gets no momentum; or None.
+        exp_avg_scale: The buffer's scale; then 0, so that the bits stand for nothing.
+        summed: Steps that the buffer sums; None: one.
+        awaited: The mean of v, where what has none gets no momentum; or None.
         exp_avg_sq: v, float32 [P], or None: then without denom.
         eps_inside_sqrt: Which denom, as in ``Divisor``.
         coefficients: Renewed on the way where they have ``groups``; this op reads no column that is written then.
         places: Elements that do not count get 0.
         exp_avg: m, float32 [>= P], written.
-        sent: float32 [B], written: ``exp_avg_scale`` as it was.
+        sent: Written: ``exp_avg_scale`` as it was.
     """
     renew_plainly(coefficients)
     coef = coefficients.table

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,14 +34,18 @@ class Spec(NamedTuple):
     """A tensor that an op takes."""
 
     dtype: torch.dtype | None  # None where it is float32 or bfloat16
-    per: Literal["", "element", "block"] = ""  # what it has at least one of each for
     dense: bool = True  # along its last dimension
     others: tuple[torch.dtype, ...] = ()  # that it may be in besides
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Returns those that it may have."""
-        return ((self.dtype,) if self.dtype else (torch.float32, torch.bfloat16)) + self.others
+        """Returns those that it may have: words are bytes to callers."""
+        dtype = torch.uint8 if self.dtype is torch.uint32 else self.dtype
+        return ((dtype,) if dtype else (torch.float32, torch.bfloat16)) + self.others
+
+    def is_dense(self, x: torch.Tensor) -> bool:
+        """Tells whether a tensor's rows have no gaps, if they must not."""
+        return not self.dense or not x.dim() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
     @property
     def pointer(self) -> str:
