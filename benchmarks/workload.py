@@ -250,7 +250,7 @@ class Workload:
             self._scale(0.0, blocks),
             self.skip,
             self.skip.clone(),
-            Digest(self._sum(), self._sum(), self._sum()),
+            Digest(self._sum(), self._sum(), self._sum()[0]),
             self.skip.clone(),
             Limit(self.coef, self.places.block_tensor, self._scale(1.0, blocks), largest, norm),
             torch.zeros(self.world_size * spans_of(served), dtype=torch.float64, device=self.device),
@@ -363,7 +363,7 @@ class Workload:
         arguments = (
             Received(messages.words, messages.words[0], messages.front),
             *(self.coef, self.places.block_tensor, 1.0, 1.0, True, self.skip, Left(*written)),
-            *(Digest(self._sum(), self._sum(), self._sum()), self.skip.clone(), self.skip.clone()),
+            *(Digest(self._sum(), self._sum(), self._sum()[0]), self.skip.clone(), self.skip.clone()),
         )
         return partial(ops.close_round, *arguments)
 

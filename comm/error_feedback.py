@@ -42,6 +42,8 @@ class SideOfParts(Scaled):
             setattr(self, name, torch.cat(each))
             for side, view in zip(sides, getattr(self, name).split([len(own) for own in each]), strict=True):
                 setattr(side, name, view)
+        for side in sides:
+            side.measure_into(side.measured)
         first, segments = 0, []
         for side in sides:
             segments.append(side.segment + first)
@@ -101,7 +103,7 @@ class ErrorFeedback(Scaled):
     ) -> None:
         """Make ``measured`` from ``partials``, and write that and the header into messages; see the op ``finish``."""
         assert digest is not None
-        work, norm = self._segments, self.norm
+        work, norm = self._work, self.norm
         finish(self.partials, work, norm, self.segment, to.scales, to.words, header, digest, hold, renewal)
 
     def finish_alone(self, scale: Tensor, *more: Any) -> None:
@@ -109,12 +111,11 @@ class ErrorFeedback(Scaled):
 
         ``more``: The last arguments of the op ``finish_alone``, from ``words`` on.
         """
-        finish_alone(self.partials, self._segments, self.norm, scale, self.scale, self.settled, *more)
+        finish_alone(self.partials, self._work, self.norm, scale, self.scale, self.settled, *more)
 
-    @property
-    def _segments(self) -> Segments:
-        """Return what is measured; ``measured`` may be a view of several parts' by now."""
-        return self._work._replace(measured=self.measured)
+    def measure_into(self, measured: Tensor) -> None:
+        """Let ``finish`` write what it measures there: a view of several parts'."""
+        self._work = self._work._replace(measured=measured)
 
     def settle(self) -> None:
         """Form the deferred residual in place: ``compensated`` holds e, and the scales are 0."""

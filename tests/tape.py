@@ -75,7 +75,7 @@ class HostIndices(TorchFunctionMode):
 def in_a_capture() -> Iterator[None]:
     """Makes optimizers believe that a CUDA graph is being captured."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("core.optimizer", "core.options"):
+        for module in ("core.stepping", "core.options"):
             patch.setattr(f"fusedonebit.{module}.capturing", lambda device: True)
         yield
 

@@ -61,14 +61,14 @@ class Exchange(Part):
         """Return what this rank tells the others, with what is renewed, and united, on the way."""
         frame = self.frame
         told = told._replace(renewal=frame.coefficients.renewal())
-        if frame.ranks.model_parallel.count > 1:
+        if frame.ranks.model_parallel.groups:
             told = told._replace(unite=partial(self._unite, told.abort))
         return told
 
     def received(self, coef: Tensor) -> Tensor:
         """Return coefficients that leave tensors as they are of which no rank has a gradient."""
         frame, reducer = self.frame, self.reducer
-        if frame.ranks.model_parallel.count > 1:  # what was found on the way, such as a veto
+        if frame.ranks.model_parallel.groups:  # what was found on the way, such as a veto
             reducer.refuse(frame.united(reducer.flags))
         frame.absent, frame.late_error = reducer.absent, reducer.error
         return frame.coefficients.still(coef, frame.absent)

@@ -94,13 +94,8 @@ class FirstSteps:
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []  # norm and sum of the gradients of each step
-        self.looked_at = 0
+        self.looked_at, self.over = 0, False  # whether there is nothing left to look at
         self._told: set[str] = set()
-
-    @property
-    def over(self) -> bool:
-        """Tell whether there is nothing left to look at."""
-        return self.looked_at >= LOOKED_AT
 
     def look(self, frame: Frame, grads: Sequence[Tensor], added_up: bool, averaged: bool) -> list[str]:
         """Return what to say of a step that is about to be taken on this rank's ``grads``; waits for the device.
@@ -108,6 +103,7 @@ class FirstSteps:
         ``added_up``: see ``StepCount``; ``averaged``: whether DDP has averaged them unasked, of which all is said.
         """
         self.looked_at += 1
+        self.over = self.looked_at >= LOOKED_AT
         # Where graphs replay backward passes, gradients have their memory for good, and are overwritten.
         found = [ADDED_UP] if added_up and not frame.options.capturable else []
         present = [g for g in grads if g.numel()]

@@ -42,6 +42,9 @@ class Owner(Protocol):
     def take_hyper_parameters(self) -> None:
         """Take the groups' hyper-parameters, where they were changed."""
 
+    def publish_state(self) -> None:
+        """Put views of what is kept into ``state``."""
+
     def register_state_dict_pre_hook(self, hook: Any) -> RemovableHandle:
         """Call ``hook`` before a checkpoint is made."""
 

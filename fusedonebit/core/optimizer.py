@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..comm import make_transport
 from ..triton_kernels import backend
-from ..triton_kernels.tables import capturing
 from . import copies, step_op
 from .algorithm import Algorithm, Phase
 from .arguments import check_keys, settling
-from .first_contact import NO_GRADIENT, NOTHING_TRAINS, FirstSteps, introduce, speaks
+from .first_contact import NOTHING_TRAINS, introduce
 from .frame import Frame
 from .given import first_device, first_mesh, materialise, materialise_group
 from .header import KEY
@@ -24,9 +23,8 @@ from .options import check_group, numbers
 from .scaling import SCALER_ATTRIBUTES, LossScale
 from .settings import NUMERICS, WIRE, Params, Ranks
 from .sharding import group_of, model_ranks
-from .stage import Stage
 from .state import growing, loading, saving
-from .under_ddp import warn_of_averages
+from .stepping import Stepping
 from .world import World
 
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
@@ -102,8 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Make all that follows from parameters, options and ranks; begin the checks of first steps anew."""
         self.published: set[str] = set()  # names of entries of ``state`` that are ours
         self.expected_header: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
-        self.just_loaded = False  # a checkpoint, and no step was taken since
-        self.first_steps = FirstSteps()
+        self.stepping = Stepping(self.frame)
         self.frame.set_up()
         self.build()
         self._built = True
@@ -206,7 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not plist.owners:  # nothing trains yet: nobody meets, and no step is counted
             plist.usable([], nothing)
             self._opt_called = True
-            self.first_steps.say(self.frame, [NOTHING_TRAINS.format(self.frame.name)])
+            self.stepping.first_steps.say(self.frame, [NOTHING_TRAINS.format(self.frame.name)])
             return loss
         if torch.compiler.is_compiling():
             with torch.no_grad():
@@ -242,139 +239,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
-        """Take a step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead."""
+        """Take a step on ``given`` gradients, maybe ``checked``, that updates ``params`` in the parameters' stead.
+
+        Signals wait meanwhile; the caller sees to that.
+        """
+        self._opt_called = True  # for schedulers
         self.frame.loss_scale = LossScale.of(self)
         self.algorithm.check_step()
-        with SignalsWait():
-            try:
-                self._step_or_raise(given, params, checked)
-            except BaseException as error:
-                if self.frame.steps.end_early(error):
-                    self.frame.coefficients.forget()
-                # A GradScaler removes what it has set only after a step that ends well.
-                for name in SCALER_ATTRIBUTES:
-                    vars(self).pop(name, None)
-                raise
-
-    def _step_or_raise(self, given: Sequence[Tensor], params: Sequence[Tensor] | None, checked: bool) -> None:
-        self._opt_called = True  # for schedulers
-        frame, algorithm = self.frame, self.algorithm
-        steps, ddp, plist = frame.steps, frame.under_ddp, frame.parameters
-        steps.refuse_if_broken()
-        steps.captured = captured = capturing(frame.device) and self._can_be_captured()
-        if frame.options.capturable and not captured:
-            steps.outcomes.absorb_replays()
-        self._begin(captured)
-        stage, traffic, noticed = algorithm.stage, frame.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
-        steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
-        steps.number = self._take_number(stage, given, params is not None, captured)
-        error: Exception | None = None
         try:
-            self.take_hyper_parameters()
-            grads = given if checked else plist.usable(given, frame.nothing)
-        except Exception as caught:
-            error = caught
-        if frame.ranks.model_parallel.groups and not captured:
-            error = frame.compare_replicas(error)
-        if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
-            grads = [frame.nothing] * len(plist)
-        saw_averages = not captured and ddp.notice(plist.owners, grads, frame.ranks.transport, algorithm.compresses)
-        looks = not (captured or self.first_steps.over or error is not None)
-        said: list[str] = []
-        if looks:
-            said = self.first_steps.look(frame, grads, steps.count.added_up, bool(ddp.elsewhere))
-        # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
-        frame.missing = () if error is not None else plist.missing(grads)
-        with plist.standing_in(plist.params if params is None else params):
-            coef = self._ready(stage)
-            steps.go_on()
-            steps.outcomes.attempts += not captured
-            with steps.breaking(begun=not captured):
-                flags = stage.step(grads, coef, error is not None)
-                plist.after_update()
-        self._advance(stage, flags)
-        error = algorithm.error_due(error)
-        # What replays count comes to the host when one asks.
-        known = [] if captured else steps.outcomes.record(stage.known(flags), failed=error is not None)
-        if error is not None:
-            steps.count.fail()
-        steps.end()
-        ddp.averaged = False
-        if error is not None:
-            raise error
-        steps.outcomes.act(known, stage.describe)
-        if looks and len(frame.missing) == len(plist) and self._has_nobody():
-            said.append(NO_GRADIENT)
-        if said:
-            self.first_steps.say(frame, said)
-        if saw_averages and speaks(frame):
-            warn_of_averages()
-
-    def _has_nobody(self) -> bool:
-        """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""
-        absent = self.frame.absent
-        return self.frame.ranks.transport.world_size == 1 if absent is None else bool(absent.all())
-
-    def _take_number(self, stage: Stage, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
-        """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
-        count = self.frame.steps.count
-        if captured:
-            return count.capture()
-        if count.take(self.frame.parameters.owners, given, compiled):
-            stage.check_repeated()
-        return count.number
-
-    def _can_be_captured(self) -> bool:
-        """Return True of a step that a CUDA graph captures; raise RuntimeError if it can't be."""
-        self.algorithm.check_captured()
-        if self.just_loaded:
-            raise RuntimeError(
-                "the first step after load_state_dict() can't be captured in a CUDA graph, since ranks compare their "
-                "parameters in it: take an uncaptured step first"
-            )
-        return True
+            self.stepping.take(self, self.algorithm, given, params, checked)
+        except BaseException as error:
+            if self.frame.steps.end_early(error):
+                self.frame.coefficients.forget()
+            # A GradScaler removes what it has set only after a step that ends well.
+            for name in SCALER_ATTRIBUTES:
+                vars(self).pop(name, None)
+            raise
 
     def begin_step(self) -> None:
         """Enter the stage of the coming step, once, before ``step`` does: as DDP's hook."""
         with SignalsWait():
-            self._begin(captured=False)
-
-    def _begin(self, captured: bool) -> None:
-        steps, ranks = self.frame.steps, self.frame.ranks
-        if steps.begun:
-            return
-        with steps.breaking():
-            if not captured and self.just_loaded:
-                # Within a round each rank has parameters of its own, and will take those of the round's beginning, on
-                # which all have agreed while they loaded.
-                if self.algorithm.synchronised:
-                    self.frame.agree_on_loaded()
-                self.just_loaded = False
-            ranks.start_step()
-            if not captured and self.algorithm.enter_stage():
-                self.publish_state()
-            steps.begun, steps.changing = True, False
-
-    def _ready(self, stage: Stage) -> Tensor:
-        """Return the coefficients of the step that is about to be taken."""
-        frame = self.frame
-        frame.absent = None
-        frame.coefficients.begin(stage.renews and frame.rounding is None)
-        coef = self.algorithm.table()
-        frame.coefficients.lend()
-        frame.parameters.before_update()
-        return coef
-
-    def _advance(self, stage: Stage, flags: Tensor) -> None:
-        """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
-        frame, coefficients = self.frame, self.frame.coefficients
-        if coefficients.counted:
-            coefficients.end()
-        else:
-            coefficients.advance(flags, *frame.counters())
-        if frame.ranks.transport.world_size > 1 and not frame.steps.captured:
-            self.algorithm.compare_state(stage.digest)
-        self.algorithm.after_step()
+            self.stepping.begin(self, self.algorithm)
 
     # ---------------------------------------------------------------- copies
 

@@ -272,16 +272,13 @@ class CoefficientTable:
         """Count the step that ends, and make the table for one like it; see the op."""
         assert self._made is not None
         self._launch(self._made, self._table, flags, self._counting(absent, *counters), self._round[:2])
-        self._stale = False
-        self._end()
+        self._stale = self.renews = False
+        self.end()
 
     def end(self) -> None:
         """Take note that a step ends which has counted: the table is that step's, if it was renewed on the way."""
-        self._stale |= self.renews
-        self._end()
-
-    def _end(self) -> None:
         assert self._made is not None
+        self._stale |= self.renews
         self._versions, self.renews = self._made.versions(), False
 
     def still(self, coef: Tensor, absent: Tensor | None) -> Tensor:

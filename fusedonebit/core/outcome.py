@@ -74,7 +74,8 @@ class Outcomes:
         would then be part of a reference cycle.
         """
         for flags in counted:
-            self._act(flags, describe)
+            if flags:
+                self._act(flags, describe)
 
     def counters(self, captured: bool) -> Tensor | None:
         """Return what the op that ends a step counts besides, where steps may be captured.

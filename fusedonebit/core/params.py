@@ -200,7 +200,8 @@ class ParameterList:
             RuntimeError: if a parameter was moved or cast since construction, or requires gradients only since then.
             TypeError, ValueError: if a gradient can't be used.
         """
-        self._check_unchanged()
+        if not self._as_before():
+            self._check_unchanged()
         if not self._of_gradients.fits([g for g in given if g is not nothing]):
             return self._each_usable(given, nothing)
         listed = Listed.of(given, self._gradient_facts)
@@ -326,7 +327,8 @@ class ParameterList:
         """Bring the dense copies up to date."""
         for i in self._staged:
             self.dense[i].copy_(self._targets[i])
-        self.refresh_masters()
+        if self._loaded or self.masters:
+            self.refresh_masters()
 
     def _versions(self) -> list[tuple[int, int]]:
         """Return what changes when somebody writes into a 16-bit parameter, or gives it other memory."""
@@ -402,6 +404,8 @@ class ParameterList:
 
     def after_update(self, members: slice = ALL) -> None:
         """Write the dense copies back, those of some parameters."""
+        if not (self._staged or self.masters):
+            return
         which = range(len(self))[members]
         for i in self._staged:
             if i in which:

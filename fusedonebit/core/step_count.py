@@ -50,7 +50,9 @@ class StepCount:
     @property
     def number(self) -> int | Tensor:
         """Return the number of the step that has begun, in messages: where it lies, int32 [], if on the device."""
-        return as_word(self.total) if self.of_replays is None else self.of_replays
+        if self.of_replays is not None:
+            return self.of_replays
+        return self.total if self.total < 2**31 else as_word(self.total)
 
     def take(self, owners: Sequence[Tensor], given: Sequence[Tensor], compiled: bool = False) -> bool:
         """Count the step that begins; return whether it uses gradients that the last one has used.

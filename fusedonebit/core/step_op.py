@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .interrupts import SignalsWait
+
 
 class _TakesSteps(Protocol):
     def take_step(self, given: Sequence[Tensor], params: Sequence[Tensor] | None = None, checked: bool = False) -> None:
@@ -41,7 +43,8 @@ def number_of(optimizer: _TakesSteps) -> int:
 # Or Dynamo would look at every Python frame in it.
 @torch._disable_dynamo
 def _step(params: Sequence[Tensor], grads: Sequence[Tensor], optimizer: int, checked: bool) -> None:
-    _optimizers[optimizer].take_step(grads, params, checked)
+    with SignalsWait():
+        _optimizers[optimizer].take_step(grads, params, checked)
 
 
 _LIBRARY.impl("step", _step, "CompositeExplicitAutograd")

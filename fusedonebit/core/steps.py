@@ -38,6 +38,7 @@ class Steps:
         begun: Whether the stage of the coming step was entered.
         changing: Whether something is being changed that half done is no state to go on from.
         captured: Whether a CUDA graph captures the step under way.
+        just_loaded: Whether a checkpoint was loaded, and no step was taken since.
         broken: Why nobody goes on from here; empty: it can.
     """
 
@@ -63,14 +64,15 @@ class Steps:
         if capturable:
             self.outcomes.count_replays(self._device)
         self.number: int | Tensor = 0
-        self.begun = self.changing = self.captured = False
+        self.begun = self.changing = self.captured = self.just_loaded = False
         self.broken = ""
         self._attempts: int | None = None  # before the exchange that is under way
         self._before: list[Any] | None = None
 
     def counters(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return what the op that ends a step counts on: updates, the coming number, replays; once in a step."""
-        return self.updates, self.count.advance(), self.outcomes.counters(self.captured)
+        _, capturable = self._how
+        return self.updates, self.count.advance(), self.outcomes.counters(self.captured) if capturable else None
 
     # ---------------------------------------------------------------- a step that fails
 

@@ -76,8 +76,8 @@ class World:
     def start_step(self) -> None:
         """Count what a step sends from 0."""
         self.transport.traffic.start_step()
-        if (inside := self.inside.traffic) is not self.transport.traffic:
-            inside.start_step()
+        if self.levels is not None or self.shards.transport.world_size > 1 or self.model_parallel.groups:
+            self.inside.traffic.start_step()
 
     @property
     def single(self) -> bool:

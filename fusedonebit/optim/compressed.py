@@ -92,11 +92,6 @@ class Compressed(Stage):
         """Move the parameters by m, as line 13 says: x = x - lr * m / (sqrt(v) + eps), with the variance as it is."""
         self.exchange.apply(coef, self.divisor)
 
-    def begin_step(self) -> None:
-        """Renew v if it is time; alike on all ranks."""
-        if self.variance.begin_step():
-            self.weigh_guard()
-
     @property
     def tells(self) -> bool:
         """Tell whether ranks share squares in this step; a captured one would in each replay."""

@@ -101,17 +101,7 @@ class LocalAdam(Algorithm):
     # ---------------------------------------------------------------- groups
 
     def check_growth(self) -> None:
-        done, local = self.plan.done, self.round.local
-        if self.own is not None and (done.rounds or local):
-            raise RuntimeError(
-                "add_param_group must be called before the first step: residuals have their places from then on; "
-                "construct a new optimizer"
-            )
-        if done.renewals < done.rounds or local:
-            raise RuntimeError(
-                "add_param_group must be called before the first round that does not renew the variance: the new "
-                "parameters would have none; construct a new optimizer"
-            )
+        self.plan.check_growth()
 
     def carried(self) -> tuple[Progress, dict[Tensor, Tensor]]:
         return self.plan.progress(), {p: self.momentum(p) for p in self.frame.parameters.owners}
@@ -161,7 +151,8 @@ class LocalAdam(Algorithm):
         """Tell whether launches of the coming step renew the table of coefficients on their way."""
         if self.leaks or self.own is not None:
             return False
-        return self.phase == "one-bit" or (self.phase == "local" and self.round.local == 0 and not self.bits.as_floats)
+        first = self.phase == "local" and self.round.local == 0
+        return self.phase == "one-bit" or (first and not self.bits.as_floats)
 
     def table(self) -> Tensor:
         # A renewal is AdamW's step, whose correction follows betas[1]; else it stays that of the last renewal.
@@ -386,33 +377,13 @@ class LocalAdam(Algorithm):
         }
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        frame = self.frame
-        if "rounds" in header:
-            raise ValueError(
-                f"the checkpoint's algorithm is {header['algorithm']}, which {frame.name} can't go on from: "
-                "there each worker has a variance of its own"
-            )
-        if not header.get("lines") or header["algorithm"] != frame.name:
+        if not header.get("lines") or header["algorithm"] != self.frame.name:
             return
-        policy = header["options"].get("variance_policy")
-        if (policy is None) != self.options.owns:
-            raise ValueError(
-                f"the checkpoint was written with variance_policy={policy!r}, but here it is "
-                f"{self.options.variance_policy!r}: all workers have one variance with a policy, and without each its "
-                "own; construct the optimizer as it was"
-            )
         was, now = header["settled"]["precondition"], self.options.precondition
         if was != now:
             raise ValueError(
                 f"the checkpoint was written with precondition={was!r}, but here it is {now!r}; it can't be changed "
                 "between two steps"
-            )
-        world_size = frame.ranks.transport.world_size
-        if header["local"] and header["world_size"] != world_size:
-            raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
-                f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
-                "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
@@ -458,16 +429,13 @@ class LocalAdam(Algorithm):
             "compensated_norm": compensated,
             "worker_error_norm": float(reducer.to_servers.signal[0]),  # within a round c has grown since
             "server_error_norm": server_error,
-            "residual_over_momentum": self._residual_over_momentum(),
+            "residual_over_momentum": self.bits.residual_over(self.plan.only_renewed),
         }
-
-    def _residual_over_momentum(self) -> float:
-        done = self.plan.progress()
-        return self.bits.residual_over(done.rounds <= done.renewals)
 
     def owed(self) -> float:
         """Return the norm of the workers' residuals, root mean square over the ranks, over that of the last update."""
-        return self._residual_over_momentum() or (math.inf if self.reducer.norms()[1] > 0 else 0.0)
+        owed = self.bits.residual_over(self.plan.only_renewed)
+        return owed or (math.inf if self.reducer.norms()[1] > 0 else 0.0)
 
     def described(self) -> list[str]:
         options = self.options

@@ -60,6 +60,12 @@ class RoundPlan(Part):
         return done._replace(steps=done.steps + self._count.local)
 
     @property
+    def only_renewed(self) -> bool:
+        """Tell whether no round of bits was done, as far as this rank knows."""
+        done = self.progress()
+        return done.rounds <= done.renewals
+
+    @property
     def next(self) -> Round:
         """Return the round that begins next."""
         return self._coming[0] if self._coming else next_round(*self._policies, self.done)
@@ -91,6 +97,20 @@ class RoundPlan(Part):
         if skipped:
             self._coming = []
 
+    def check_growth(self) -> None:
+        """Raise RuntimeError if no group can be added now."""
+        (variance, _), done, local = self._policies, self.done, self._count.local
+        if variance is None and (done.rounds or local):
+            raise RuntimeError(
+                "add_param_group must be called before the first step: residuals have their places from then on; "
+                "construct a new optimizer"
+            )
+        if done.renewals < done.rounds or local:
+            raise RuntimeError(
+                "add_param_group must be called before the first round that does not renew the variance: the new "
+                "parameters would have none; construct a new optimizer"
+            )
+
     def _plan_from(self, done: Progress) -> None:
         """Ask for the rounds to come, on which all ranks agree; else all raise, before anything has changed."""
         frame = self._frame
@@ -110,6 +130,29 @@ class RoundPlan(Part):
     def plain_state(self) -> dict[str, Any]:
         done = self.progress()
         return {"done": list(done[:4]), "uncounted": done.skipped, "round": list(self.round)}
+
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        frame = self._frame
+        if "rounds" in header:
+            raise ValueError(
+                f"the checkpoint's algorithm is {header['algorithm']}, which {frame.name} can't go on from: "
+                "there each worker has a variance of its own"
+            )
+        if not header.get("lines") or header["algorithm"] != frame.name:
+            return
+        was, (now, _) = header["options"].get("variance_policy"), self._policies
+        if (was is None) != (now is None):
+            raise ValueError(
+                f"the checkpoint was written with variance_policy={was!r}, but here it is {now!r}: all workers have "
+                "one variance with a policy, and without each its own; construct the optimizer as it was"
+            )
+        world_size = frame.ranks.transport.world_size
+        if header["local"] and header["world_size"] != world_size:
+            raise ValueError(
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
+                f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
+                "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
+            )
 
     def resume(self, header: Mapping[str, Any]) -> None:
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained

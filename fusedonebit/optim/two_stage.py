@@ -105,8 +105,8 @@ class TwoStage(Algorithm):
         if self.compression.running:
             if self.options.guard == "rewarm" and self.frame.steps.outcomes.veto_is_due():
                 self._rewarm()
-            else:
-                self.compression.begin_step()
+            elif self.compression.variance.begin_step():
+                self.compression.weigh_guard()
         elif watched is not None and watched.due():
             self._freeze()
         elif self._has_updates(self.warm_up.due):
@@ -144,7 +144,7 @@ class TwoStage(Algorithm):
             warn(warn_text(dead, frame.parameters.called, keep))
             if not keep:
                 self._exclude(dead.tensors)
-        compression.begin_step()
+        compression.variance.begin_step()
         compression.arm_guard(last)
 
     def _change_moments(self, keep: bool) -> tuple[DeadCoordinates, Tensor]:
@@ -157,7 +157,7 @@ class TwoStage(Algorithm):
         dead = DeadCoordinates(frame.places, moments.exp_avg_sq, frame.live.numel, frame.ranks.shards)
         compression.take_over(self.averaged.averages)
         self.averaged.averages.drop()
-        self.warm_up.follows = False
+        self.warm_up.end()
         frame.coefficients.freeze_variance(frame.hyper.taken)
         compression.variance.begin(dead.mean, self.table())
         coef, inside, precondition = self.table(), options.eps_inside_sqrt, options.precondition
@@ -265,7 +265,7 @@ class TwoStage(Algorithm):
             return
         self._enter(compression=True)
         self.moments.exp_avg_sq = self.moments.exp_avg_sq.to(self.options.variance_dtype)
-        self.warm_up.follows = False
+        self.warm_up.end()
         if frame.coefficients.variance_betas is None:  # written before it was kept
             frame.coefficients.freeze_variance(frame.hyper.taken)
         self._exclude(self.warm_up.dead_tensors)

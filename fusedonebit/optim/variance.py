@@ -157,11 +157,12 @@ class SharedVariance(FrozenVariance):
 
     def begin_step(self) -> bool:
         """Renew v if the last step shared squares, and decide whether this step does; return whether it was renewed."""
-        renewed = self.renew()
+        renewed = self._shared and self.renew()
         if (replays := self._frame.steps.count.replays) != self._replays:
             self._count_replays(replays)
         asked = False
-        for word in self._mirror.push(self._word()):
+        all_awake = self._known >= self._asleep and not self._renewed
+        for word in self._mirror.push(0 if all_awake else self._word()):
             asked |= word == STIRS
             if STIRS > word > self._known:
                 self.age, self._known = 0, word
@@ -197,7 +198,7 @@ class SharedVariance(FrozenVariance):
         frame = self._frame
         if self._renewed:
             return self._woken
-        if self._known >= self._asleep or self.steps % LOOKED_AFTER:
+        if self.steps % LOOKED_AFTER:
             return 0
         moves = (self._exchange.reducer.scale > 0) & (self.mean_sq == 0)[frame.places.block_tensor]
         return frame.ranks.shards.max(moves.any().reshape(1).int()) * STIRS

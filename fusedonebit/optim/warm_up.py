@@ -39,6 +39,7 @@ class WarmUp(Part):
         ended_at: Those after which it has ended last; None: it has not.
         again: How often it has begun again.
         follows: Whether v follows the gradients.
+        memory: How many steps it remembers at most; None: as many as its betas say.
         entered: Updates that have entered each tensor's v, infinite where it is corrected for its start at 0, as after
             a warm start or a re-warm-up: float64 [tensors].
         watch: Ends it sooner, once v is stable; None: nobody watches.
@@ -67,12 +68,12 @@ class WarmUp(Part):
         self.watch = AutoFreeze(beta2, options.lr_warmup_steps, of_each.device) if options.watches else None
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
-        self._memory = float(options.rewarm_steps)
+        self.memory: float | None = None
+        self._steps = options.rewarm_steps
 
-    @property
-    def memory(self) -> float | None:
-        """Return how many steps v remembers at most; None: as many as its betas say."""
-        return self._memory if self.follows and self.again else None
+    def end(self) -> None:
+        """Take note that v follows gradients no more."""
+        self.follows, self.memory = False, None
 
     @property
     def is_corrected(self) -> bool:
@@ -87,7 +88,7 @@ class WarmUp(Part):
 
     def begin_again(self, updates: int) -> None:
         """Take note that it begins again after so many updates."""
-        self.follows, self.due = True, updates + int(self._memory)
+        self.follows, self.due, self.memory = True, updates + self._steps, float(self._steps)
         self.again += 1
 
     # ---------------------------------------------------------------- a part of an algorithm
@@ -130,7 +131,7 @@ class WarmUp(Part):
             entered = torch.where(entered.isinf(), entered, torch.minimum(entered, of_each))
         self.entered.copy_(entered)
         if self.again:
-            self.due = header["freeze_due"]
+            self.due, self.memory = header["freeze_due"], float(self._steps)
 
     def stats(self) -> dict[str, Any]:
         return {"freeze_step": self.ended_at, "rewarms": self.again, "dead_coordinates": self.dead_coordinates}

@@ -342,7 +342,7 @@ def _fill(optimizer: Owner, states: Sequence[State], header: State, saved_groups
     frame = optimizer.frame
     frame.steps.outcomes.resume(header["updates"], header["skipped"])
     frame.steps.count.resume(header.get("steps", header["updates"] + header["skipped"]))
-    optimizer.just_loaded = True
+    frame.steps.just_loaded = True
     frame.steps.updates.fill_(header["updates"])
     # Before each parameter had counts of its own, a group that was added later shared the others', less this.
     added = [saved_groups[group].get("added_at", 0) for group in frame.parameters.group_of]

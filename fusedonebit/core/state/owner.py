@@ -16,7 +16,6 @@ class Owner(Hooked, Protocol):
     Attributes:
         published: Names of entries of ``state`` that are ours.
         expected_header: In a tuple, the header of a checkpoint that is about to be loaded, None of AdamW's.
-        just_loaded: Whether a checkpoint was loaded, and no step was taken since.
         sums_up: Whether a checkpoint gets checksums of its tensors.
     """
 
@@ -27,7 +26,6 @@ class Owner(Hooked, Protocol):
     param_groups: list[dict[str, Any]]
     published: set[str]
     expected_header: tuple[Mapping[str, Any] | None] | None
-    just_loaded: bool
     sums_up: bool
 
     def build(self) -> None:
@@ -35,9 +33,6 @@ class Owner(Hooked, Protocol):
 
     def set_up(self) -> None:
         """Make all that follows from parameters, options and ranks."""
-
-    def publish_state(self) -> None:
-        """Put views of what is kept into ``state``."""
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
