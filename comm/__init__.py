@@ -17,7 +17,7 @@ from .feedback import FeedbackReducer
 from .marsit import MarsitAllReduce
 from .message import Messages, Told, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
-from .partition import NodePart, Part
+from .partition import NodeSection, Section
 from .reducer import Reducer
 from .shards import ModelGroup, ShardGroup
 from .sign_vote import SignVote
@@ -36,9 +36,9 @@ __all__ = [
     "MarsitAllReduce",
     "Messages",
     "ModelGroup",
-    "NodePart",
-    "Part",
+    "NodeSection",
     "Reducer",
+    "Section",
     "ShardGroup",
     "SignVote",
     "SimulatedGroup",

@@ -37,7 +37,7 @@ from .absent import Kept, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
 from .feedback import Unit
 from .message import Messages, Told
-from .partition import Part
+from .partition import Section
 from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
@@ -102,7 +102,7 @@ class CompressedAllReduce(Receiver):
         ternary: bool = False,
         measures: tuple[bool, bool] = (True, True),
         shards: ShardGroup | None = None,
-        part: Part | None = None,
+        part: Section | None = None,
         worker_sq: Tensor | None = None,
         server_octaves: Tensor | None = None,
         gathered: Messages | None = None,
@@ -111,7 +111,7 @@ class CompressedAllReduce(Receiver):
         served: Messages | None = None,
         digest: Tensor | None = None,
     ) -> None:
-        self.layout, self.part = layout, part or Part(layout)
+        self.layout, self.part = layout, part or Section(layout)
         self.transport: Transport = transport if transport is not None else LocalTransport()
         self.shards = shards or ShardGroup()
         check_world_size(layout, self.transport)

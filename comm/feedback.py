@@ -18,7 +18,7 @@ from ..triton_kernels.tables import BlockTables
 from .absent import Kept
 from .error_feedback import ErrorFeedback
 from .message import Messages, Told, describe_mismatch
-from .partition import Part
+from .partition import Section
 from .reducer import Compress, Reducer
 from .shards import ShardGroup
 from .squares import Rows, SharedSquares, by_tensor
@@ -40,7 +40,7 @@ class Unit(NamedTuple):
 class OnePart(Protocol):
     """Is what averages one part: ``CompressedAllReduce``, which says what these are."""
 
-    part: Part
+    part: Section
     transport: Transport
     worker: ErrorFeedback
     gathered: Messages

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ring_topology import TOPOLOGIES, Stage, Topology, stages
+from ..ring_topology import TOPOLOGIES, Topology, stages
 from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
 from ..triton_kernels.headers import CHECKED, Flag, Word
 from ..triton_kernels.marsit_signs import hashed, threshold_of
@@ -117,9 +117,9 @@ class MarsitAllReduce(RoundAllReduce):
                 if number == 0:
                     prepare(hop.received)  # line 5: in parallel with receiving
                 pending.wait()
-                self._merge(hop.received, number, stage, position)
+                self._merge(hop.received, number, stage.lane, position)
 
-    def _merge(self, chunks: slice, number: int, stage: Stage, position: int) -> None:
+    def _merge(self, chunks: slice, number: int, lane: int, position: int) -> None:
         count = chunks.stop - chunks.start
         if self.kept:  # else this worker has all gradients, and its bits are zeros already
             self.messages.absent[chunks] &= self._arrived.absent[:count]
@@ -128,7 +128,7 @@ class MarsitAllReduce(RoundAllReduce):
             self._arrived.bits[:count],
             # All operands of a stage stand for equally many workers, and this is the one after position + 1 others.
             threshold_of(position + 2),
-            self._draw(number, stage.lane, position, chunks.start),
+            self._draw(number, lane, position, chunks.start),
             self.messages.words[chunks],
             self._arrived.words[:count],
             CHECKED,

@@ -13,8 +13,8 @@ With two levels gradients travel as floats inside a node, where the network is f
     inside a node   3. all-gather of the parts' messages: bits and scales, not floats
 
 With n ranks in a node, each sends an n-th as much between nodes as without levels. The algorithm is that of one worker
-per node, with scales of its own for each part. Marsit's rounds (``RoundAllReduce``, on a ``NodePart``) go the same way:
-each rank keeps moments and compensation of its part alone, and step 3 gathers signs, or floats.
+per node, with scales of its own for each part. Marsit's rounds (``RoundAllReduce``, on a ``NodeSection``) go the same
+way: each rank keeps moments and compensation of its part alone, and step 3 gathers signs, or floats.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .alone import make_all_reduce
 from .error_feedback import SideOfParts
 from .feedback import FeedbackReducer, Unit
 from .message import Messages, Told
-from .partition import NodePart, Part
+from .partition import NodeSection, Section
 from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
@@ -61,7 +61,7 @@ class PartedAllReduce(FeedbackReducer):
         self,
         layout: FlatLayout,
         count: int,
-        here: Sequence[Part],
+        here: Sequence[Section],
         transport: Transport,
         *,
         device: torch.device,
@@ -79,7 +79,7 @@ class PartedAllReduce(FeedbackReducer):
         self.worker_sq, self.octaves = worker_sq, octaves
         self.serves = serve_alone or transport.world_size > 1
         self.shards = shards or ShardGroup()
-        slots = [Part(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
+        slots = [Section(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
         self._slot = torch.cat([slot for slot, _ in slots]).view(layout.world_size, -1).to(device)
         most = max(n for _, n in slots)
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
@@ -149,7 +149,7 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
 
     def __init__(self, layout: FlatLayout, count: int, transport: Transport | None = None, **options: Any) -> None:
         self.transport: Transport = transport if transport is not None else LocalTransport()
-        super().__init__(layout, count, [Part(layout, i, count) for i in range(count)], self.transport, **options)
+        super().__init__(layout, count, [Section(layout, i, count) for i in range(count)], self.transport, **options)
         self.under_way: set[int] = set()
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.make_room(count)
@@ -271,7 +271,7 @@ class HierarchicalAllReduce(PartedAllReduce):
         options: Keywords of ``PartedAllReduce``.
     """
 
-    largest_gradient = NodePart.largest_gradient
+    largest_gradient = NodeSection.largest_gradient
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class HierarchicalAllReduce(PartedAllReduce):
         **options: Any,
     ) -> None:
         self.between, self.inside = between, inside
-        self._part = NodePart(layout, inside, dtype, options["device"])
+        self._part = NodeSection(layout, inside, dtype, options["device"])
         super().__init__(layout, inside.world_size, [self._part], between, **options)
         self._compensated, self._octaves = self.worker_residual, self.octaves
         self.worker_residual = self._compensated[self._part.elements]  # the node's

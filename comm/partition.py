@@ -12,7 +12,7 @@ from ..triton_kernels.tables import tables_of
 from .transport import LocalTransport, Transport
 
 
-class Part:
+class Section:
     """Describes a range of the flat index space: all of it, or one of ``count`` equal ranges.
 
     Args:
@@ -67,7 +67,7 @@ class Part:
         return LiveTable(live.bits, live.row[self.blocks], live.numel[self.blocks])
 
 
-class NodePart(Part):
+class NodeSection(Section):
     """Describes what one rank of a node reduces for all of its ranks: the node's mean gradients, by a reduce-scatter.
 
     Args:

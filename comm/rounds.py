@@ -23,7 +23,7 @@ from ..triton_kernels.tables import tables_of
 from .absent import Kept, absence, absent_on_all, packed
 from .allreduce import check_world_size
 from .message import OUT_OF_STEP, Messages, Told, describe_mismatch, describe_note
-from .partition import Part
+from .partition import Section
 from .reducer import Compress, Reducer
 from .transport import CollectiveError, LocalTransport, Transport
 
@@ -64,9 +64,9 @@ class RoundAllReduce(Reducer):
         device: torch.device | str = "cpu",
         live: LiveTable | None = None,
         compensation_limit: float | None = None,
-        part: Part | None = None,
+        part: Section | None = None,
     ) -> None:
-        self.layout, self.part = layout, part or Part(layout)
+        self.layout, self.part = layout, part or Section(layout)
         whole, self.largest_gradient = self.part.whole, self.part.largest_gradient
         self.transport: Transport = transport if transport is not None else LocalTransport()
         check_world_size(layout, self.transport)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import MarsitAllReduce, NodePart, Part, Transport
+from ..comm import MarsitAllReduce, NodeSection, Section, Transport
 from ..comm.rounds import RoundAllReduce
 from ..core.algorithm import Algorithm
 from ..core.exchange import Exchange
@@ -63,10 +63,10 @@ class Marsit(Algorithm):
         self.exp_avg_sq = torch.zeros(layout.numel if self._adam else 0, device=device)
         # The parameters that all ranks have, while each moves by itself.
         self._anchor = torch.zeros(layout.numel + TAIL if options.local_steps > 1 else 0, device=device)
-        between, part = frame.ranks.transport, Part(layout)
+        between, part = frame.ranks.transport, Section(layout)
         if frame.ranks.levels is not None:
             between, inside = frame.ranks.levels
-            part = NodePart(layout, inside, options.hierarchy_dtype, device)
+            part = NodeSection(layout, inside, options.hierarchy_dtype, device)
         self.reducer = self.make_reducer(between, part)
         self.exchange, self.round = Exchange(frame, self.reducer), RoundCount(frame)
         self.parts = (self.exchange, self.round)
@@ -77,7 +77,7 @@ class Marsit(Algorithm):
         self._flat_tables = tables_of(self._flat, device)  # kept, because launches share what somebody keeps
         self._flat_places = Places.of(self._flat, self._flat_tables.tensor, frame.live)
 
-    def make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
+    def make_reducer(self, transport: Transport, part: Section) -> RoundAllReduce:
         """Make what averages all workers' updates of a part."""
         frame = self.frame
         names = ("topology", "rows", "full_precision_every", "compensation_limit", "seed")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import MarsitAllReduce, Part, Topology, Transport
+from ...comm import MarsitAllReduce, Section, Topology, Transport
 from ...comm.rounds import RoundAllReduce
 from ...core.options import check_choice, check_count
 from ...core.settings import NUMERICS, Numerics, Options
@@ -65,7 +65,7 @@ class Baseline(Marsit):
     settings: ClassVar[type[Options]] = BaselineOptions
     options: BaselineOptions
 
-    def make_reducer(self, transport: Transport, part: Part) -> RoundAllReduce:
+    def make_reducer(self, transport: Transport, part: Section) -> RoundAllReduce:
         """See ``Marsit``."""
         options, kind = self.options, AGGREGATIONS[self.options.aggregation]
         where: dict[str, Any] = {"device": self.frame.device, "live": self.frame.live, "part": part}
