@@ -28,7 +28,7 @@ def make(steps: int = 0, rank: int = 0) -> tuple[Module, OneBitAdam]:
 def resume(rank: int, world_size: int, folder: str, missing: str) -> Any:
     """What a rank is told that resumes where some files are missing; or whether it goes on as if it had not stopped."""
     model, optimizer = make(4, rank)
-    of_each_rank.save(optimizer, folder)
+    of_each_rank.save(optimizer.frame, optimizer.state_dict, folder)
     before = [p.detach().clone() for p in model.parameters()]
     rank_0 = torch.load(Path(folder) / f"onebit-rank-0-of-{world_size}.pt", weights_only=True)
     torch.distributed.barrier()
@@ -72,7 +72,7 @@ def test_without_any_file_what_is_given_is_loaded_and_refused_where_it_is_anothe
 def unwritable(rank: int, world_size: int, folder: str) -> str:
     _, optimizer = make()
     with pytest.raises(Exception) as error:  # noqa: PT011  # another on each rank
-        of_each_rank.save(optimizer, Path(folder) / ("file" if rank else "fine"))
+        of_each_rank.save(optimizer.frame, optimizer.state_dict, Path(folder) / ("file" if rank else "fine"))
     return f"{error.type.__name__}: {error.value}"
 
 
@@ -93,9 +93,9 @@ def attached(rank: int, world_size: int) -> list[str]:
     assert optimizer.frame.under_ddp.attached
     with pytest.raises(TypeError, match="optimizer must be one of fusedonebit's, got SGD"):
         of_each_rank.ours(torch.optim.SGD(model.parameters(), 0.1))
-    of_each_rank.refuse_clipping(optimizer, "clip", 0, 0)
+    of_each_rank.refuse_clipping(optimizer.frame, "clip", 0, 0)
     with pytest.raises(ValueError, match=r"clip must be 0 with OneBitAdam, got 1.0: each rank .* max_grad_norm=1.0"):
-        of_each_rank.refuse_clipping(optimizer, "clip", 1.0, 0)
+        of_each_rank.refuse_clipping(optimizer.frame, "clip", 1.0, 0)
     return []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.header import KEY
-from ..core.state.saving import FORMAT, forget_checksums, header_of
+from ..core.header import FORMAT, KEY
+from ..core.state.saving import forget_checksums, header_of
 
 __all__ = ["FORMAT", "KEY", "forget_checksums", "header_of"]

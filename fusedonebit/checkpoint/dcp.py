@@ -21,7 +21,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -40,10 +40,11 @@ from torch.nn import Module
 
 from ..comm import TorchTransport
 from ..core.consensus import failure
+from ..core.frame import Frame
 from ..core.header import KEY
-from ..core.optimizer import DistributedOptimizer
+from ..core.optimizer import DistributedOptimizer, frame_of
 from ..core.state.integrity import read_header
-from ..core.state.loading import check_header
+from ..core.state.saving import header_of
 from ..errors import CheckpointError
 from .storage import CheckedReader, CheckedWriter, PlainValues
 
@@ -54,9 +55,10 @@ T = TypeVar("T")
 
 def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return what ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
-    _check_ranks(optimizer)
-    _check_round(optimizer, optimizer.algorithm.values())
-    return {"model": get_model_state_dict(model), _OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+    frame = _frame(optimizer)
+    of_model, of_optimizer = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    _check_round(frame, header_of(of_optimizer) or {})
+    return {"model": of_model, _OPTIMIZER: of_optimizer}
 
 
 def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any) -> None:
@@ -73,11 +75,11 @@ def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os
         CheckpointError: on every rank, if one could not write; the folder has no ``.metadata`` then, or the old one.
         CollectiveError: if a rank has died, on all others.
     """
-    _check_ranks(optimizer)
-    state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    with _naming_rank(optimizer, "saved", checkpoint_id), warnings.catch_warnings():
+    frame = _frame(optimizer)
+    state, writer = _on_all(frame, lambda: _to_save(model, optimizer, checkpoint_id, more))
+    with _naming_rank(frame, "saved", checkpoint_id), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # replacing it is what this promises
-        torch_dcp.save(state, storage_writer=writer, process_group=_group(optimizer))
+        torch_dcp.save(state, storage_writer=writer, process_group=_group(frame))
 
 
 def async_save(
@@ -88,28 +90,28 @@ def async_save(
     Ranks then communicate while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
     before the next save: its ``result()`` raises what ``save`` would have raised.
     """
-    _check_ranks(optimizer)
-    state, writer = _on_all(optimizer, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    if dist.is_initialized() and optimizer.frame.ranks.saving_group is None:
-        group = _group(optimizer)
+    frame = _frame(optimizer)
+    state, writer = _on_all(frame, lambda: _to_save(model, optimizer, checkpoint_id, more))
+    if dist.is_initialized() and frame.ranks.saving_group is None:
+        group = _group(frame)
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        with _naming_rank(optimizer, "saved", checkpoint_id):
-            optimizer.frame.ranks.saving_group = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=ranks is not None
-            )
-    call: dict[str, Any] = {"storage_writer": writer, "process_group": optimizer.frame.ranks.saving_group}
-    return _as_exception(optimizer, _on_all(optimizer, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
+        how: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": ranks is not None}
+        with _naming_rank(frame, "saved", checkpoint_id):
+            frame.ranks.saving_group = dist.new_group(ranks, **how)
+    call: dict[str, Any] = {"storage_writer": writer, "process_group": frame.ranks.saving_group}
+    return _as_exception(frame, _on_all(frame, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
 
 
 def _to_save(
     model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckedWriter]:
     """Return what is saved, and what writes it; that sums up what it writes, which need not be done twice."""
-    optimizer.sums_up = False
+    frame = _frame(optimizer)
+    frame.sums_up = False
     try:
         state = {**state_of(model, optimizer), **more}
     finally:
-        optimizer.sums_up = True
+        frame.sums_up = True
     return _plain(state), CheckedWriter(checkpoint_id)
 
 
@@ -118,13 +120,13 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
-def _as_exception(optimizer: DistributedOptimizer, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
+def _as_exception(frame: Frame, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
     """Return a ``Future`` that ends as ``future`` does, but with an ``Exception``."""
     told: Future[Any] = Future()
 
     def end(done: Any) -> None:
         try:
-            with _naming_rank(optimizer, "saved", checkpoint_id):
+            with _naming_rank(frame, "saved", checkpoint_id):
                 told.set_result(done.result())
         except BaseException as error:
             told.set_exception(error)
@@ -165,26 +167,26 @@ def load(
             read).
         CollectiveError: if a rank has died, on all others.
     """
-    _check_ranks(optimizer)
-    reader = _on_all(optimizer, lambda: CheckedReader(checkpoint_id, weights_only))
+    frame = _frame(optimizer)
+    reader = _on_all(frame, lambda: CheckedReader(checkpoint_id, weights_only))
     of_optimizer = template(model, optimizer, checkpoint_id, storage_reader=reader)
-    state = _on_all(optimizer, lambda: {"model": _room(model), _OPTIMIZER: of_optimizer} | _plain(more))
-    with _naming_rank(optimizer, "loaded", checkpoint_id):
+    state = _on_all(frame, lambda: {"model": _room(model), _OPTIMIZER: of_optimizer} | _plain(more))
+    with _naming_rank(frame, "loaded", checkpoint_id):
         planner = PlainValues() if weights_only else None
-        torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(optimizer))
+        torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(frame))
     if any(isinstance(key, int) for key in of_optimizer["state"]):
         optimizer.load_state_dict(of_optimizer)
     else:
-        with _all_training(optimizer):
+        with _all_training(frame.parameters.owners):
             set_optimizer_state_dict(model, optimizer, of_optimizer)
-    _on_all(optimizer, lambda: _take(model, state, more))
+    _on_all(frame, lambda: _take(model, state, more))
     return {name: value if isinstance(value, Stateful) else state[name] for name, value in more.items()}
 
 
 @contextmanager
-def _all_training(optimizer: DistributedOptimizer) -> Iterator[None]:
+def _all_training(params: Sequence[Tensor]) -> Iterator[None]:
     """Let torch see parameters as the optimizer was made with them: it leaves out the state of those frozen since."""
-    frozen = [p for p in optimizer.frame.parameters.owners if not p.requires_grad]
+    frozen = [p for p in params if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
     try:
@@ -239,6 +241,7 @@ def template(
     Raises:
         ValueError: on every rank, if there is no complete checkpoint, or no optimizer's state under that name.
     """
+    frame = optimizer.frame
     saved: set[str] = set()
     header: Mapping[str, Any] | None = None
     facts: list[tuple[str, str]] = []
@@ -260,10 +263,11 @@ def template(
                 "torch loads only what a new optimizer has: save it without"
             )
         header = _header(reader, f"{prefix}.param_groups.0.{KEY}", saved)
-        _check_round(optimizer, header or {})
+        _check_round(frame, header or {})
         if header is not None:
-            _check_left_out(model, optimizer, prefix, saved)
-            check_header(optimizer, header)
+            if optimizer.algorithm.compresses:
+                _check_left_out(model, frame.parameters.owners, prefix, saved)
+            optimizer.algorithm.check_header(header)
         elif not any(name.startswith(f"{prefix}.state.") and name.endswith(".exp_avg") for name in saved):
             raise ValueError(
                 f"the state under {prefix!r} must be of this package or of AdamW, as get_optimizer_state_dict() or "
@@ -279,19 +283,21 @@ def template(
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
     facts.append(("the checkpoint's header", json.dumps(header)))
-    optimizer.frame.ranks.agree(facts, facts, error, "every rank must read the same checkpoint")
-    return _on_all(optimizer, lambda: _room_for(model, optimizer, prefix, header, saved))
+    frame.ranks.agree(facts, facts, error, "every rank must read the same checkpoint")
+
+    def make(numbered: bool) -> Mapping[str, Any]:
+        frame.expected_header = (header,)
+        try:
+            return optimizer.state_dict() if numbered else get_optimizer_state_dict(model, optimizer)
+        finally:
+            frame.expected_header = None
+
+    return _on_all(frame, lambda: _room_for(model, make, prefix, saved))
 
 
-def _room_for(
-    model: Module, optimizer: DistributedOptimizer, prefix: str, header: Mapping[str, Any] | None, saved: set[str]
-) -> dict[str, Any]:
+def _room_for(model: Module, make: Callable[[bool], Mapping[str, Any]], prefix: str, saved: set[str]) -> dict[str, Any]:
     numbered = _is_numbered(model, prefix, saved)
-    optimizer.expected_header = (header,)
-    try:
-        room = dict(optimizer.state_dict() if numbered else get_optimizer_state_dict(model, optimizer))
-    finally:
-        optimizer.expected_header = None
+    room = dict(make(numbered))
     if not numbered:
         _check_names(model, prefix, saved)
     for name, state in room["state"].items():
@@ -319,13 +325,13 @@ def _check_names(model: Module, prefix: str, saved: Collection[str]) -> None:
             )
 
 
-def _check_left_out(model: Module, optimizer: DistributedOptimizer, prefix: str, saved: Collection[str]) -> None:
-    """Raise ValueError if a compressing optimizer, whose state is one row of all, lacks a parameter that has some."""
-    owned = set(map(id, optimizer.frame.parameters.owners))
+def _check_left_out(model: Module, params: Sequence[Tensor], prefix: str, saved: Collection[str]) -> None:
+    """Raise ValueError if the ``params`` of an optimizer, whose state is one row of all, lack one that has some."""
+    owned = set(map(id, params))
     names = [name.replace("_orig_mod.", "") for name, p in model.named_parameters() if id(p) not in owned]
     starts = {name.removeprefix("module."): f"{prefix}.state.{name.removeprefix('module.')}." for name in names}
     lost = [name for name, start in starts.items() if any(key.startswith(start) for key in saved)]
-    if optimizer.algorithm.compresses and lost:
+    if lost:
         raise ValueError(
             f"the checkpoint has state of {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}, which the optimizer was "
             "made without: parameters that require no gradient then are left out; make it of all that were trained, "
@@ -333,18 +339,18 @@ def _check_left_out(model: Module, optimizer: DistributedOptimizer, prefix: str,
         )
 
 
-def _on_all(optimizer: DistributedOptimizer, call: Callable[[], T]) -> T:
+def _on_all(frame: Frame, call: Callable[[], T]) -> T:
     """Return what ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
     error = failure(lambda: results.append(call()))
-    optimizer.frame.ranks.agree([], error=error)
+    frame.ranks.agree([], error=error)
     return results[0]
 
 
 @contextmanager
-def _naming_rank(optimizer: DistributedOptimizer, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
+def _naming_rank(frame: Frame, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
-    ranks = optimizer.frame.ranks
+    ranks = frame.ranks
     transport = ranks.transport if ranks.shards.count == 1 else TorchTransport(None, ranks.device)
     watched = transport.naming(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
     try:
@@ -361,30 +367,32 @@ def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
     return rank, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
+def _group(frame: Frame) -> dist.ProcessGroup | None:
     """Return the ranks over which a checkpoint is written: those of the optimizer; of shards, all."""
-    return None if optimizer.frame.ranks.shards.count > 1 else getattr(optimizer.frame.ranks.transport, "group", None)
+    return None if frame.ranks.shards.count > 1 else getattr(frame.ranks.transport, "group", None)
 
 
-def _check_ranks(optimizer: DistributedOptimizer) -> None:
-    if not isinstance(optimizer, DistributedOptimizer):
+def _frame(optimizer: DistributedOptimizer) -> Frame:
+    """Return what an optimizer works with; raise if it is none of ours, or has ranks that torch can't save from."""
+    frame = frame_of(optimizer)
+    if frame is None:
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
-    if optimizer.frame.ranks.model_parallel.groups and optimizer.frame.parameters.mesh is not None:
+    if frame.ranks.model_parallel.groups and frame.parameters.mesh is not None:
         raise RuntimeError(
             "torch.distributed.checkpoint wants all shards of DTensors at once, but process_group has one of "
             "Wire(model_parallel=...) alone: torch.save() each rank's optimizer.state_dict() in its own file"
         )
-    rows = optimizer.frame.ranks.rows
+    rows = frame.ranks.rows
     if rows.shape != (1, 1) and rows.mesh is None:
         raise RuntimeError(
             f"torch.distributed.checkpoint does not know the {rows.shape[0]} ranks of "
-            f"{type(optimizer.frame.ranks.transport).__name__}: torch.save() each rank's optimizer.state_dict() in its "
-            "own file"
+            f"{type(frame.ranks.transport).__name__}: torch.save() each rank's optimizer.state_dict() in its own file"
         )
+    return frame
 
 
-def _check_round(optimizer: DistributedOptimizer, header: Mapping[str, Any]) -> None:
-    if header.get("local") and header.get("world_size", optimizer.frame.ranks.transport.world_size) > 1:
+def _check_round(frame: Frame, header: Mapping[str, Any]) -> None:
+    if header.get("local") and header.get("world_size", frame.ranks.transport.world_size) > 1:
         raise ValueError(
             f"after {header['local']} local steps of a round each rank has parameters of its own, of which "
             "torch.distributed.checkpoint keeps one rank's: save at the end of a round"

@@ -11,12 +11,12 @@ from torch import Tensor
 from ..comm.agreement import sum_of_words
 from ..triton_kernels import Coef, backend
 from .frame import COMPARED_EVERY, Frame
-from .header import Fields
+from .header import Fields, check_fields, is_compressed
 from .part import Part
 from .settings import Options
 from .sharding import local
 from .stage import Stage
-from .state_tensor import StateTensor
+from .state_tensor import MASTER, RANK, StateTensor
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
@@ -186,7 +186,14 @@ class Algorithm(Stage):
     def kept(self, compressed: bool | None = None) -> list[StateTensor]:
         """Return all tensors that it keeps, in this stage or in another, and declares without keeping them."""
         compressed = self.compressed if compressed is None else compressed
-        return [kept for part in (*self.parts, self) for kept in part.state(compressed)]
+        of_masters: dict[str, Any] = {"of_rank": self.masters_of_rank, "holds_parameters": True}
+        masters = StateTensor(MASTER, "element", self.frame.nothing, wanted=False, **of_masters)
+        return [*(kept for part in (*self.parts, self) for kept in part.state(compressed)), masters]
+
+    def declared(self) -> dict[str, StateTensor]:
+        """Return all tensors that its checkpoints may have, by name; of two of a name one is wanted."""
+        unwanted_first = sorted((*self.kept(False), *self.kept(True)), key=lambda kept: kept.wanted)
+        return {kept.name: kept for kept in (*unwanted_first, RANK)}
 
     def fields(self) -> Fields:
         """Return all plain values that it keeps, by key, with their rules."""
@@ -197,10 +204,17 @@ class Algorithm(Stage):
         begun = {"begun": True} if self.frame.steps.begun else {}  # a stage that is not entered again
         return begun | {key: value for part in (*self.parts, self) for key, value in part.plain_state().items()}
 
-    def check_values(self, header: Mapping[str, Any]) -> None:
-        """Raise ValueError if a checkpoint's stage, or another of its plain values, can't be taken up."""
+    def check_header(self, header: Mapping[str, Any]) -> None:
+        """Raise ValueError if it can't go on from a checkpoint with this header."""
+        frame, own = self.frame, self.frame.wrote(header)
+        check_fields(header, self.fields(), self.phases, (len(frame.parameters), len(frame.groups)), own)
+        writer = header.get("algorithm", "one of torch.optim")
+        if writer != frame.name and not self.continues:
+            raise ValueError(f"the checkpoint must be of {frame.name}, got {writer}")
         for part in (self, *self.parts):
             part.check_plain_state(header)
+        if is_compressed(header):
+            frame.check_layout(header)
 
     def load(self, header: Mapping[str, Any]) -> None:
         """Take up a checkpoint's stage and plain values, with all buffers that it needs, still empty."""

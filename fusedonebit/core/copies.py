@@ -21,35 +21,33 @@ from .given import first_device
 from .header import is_compressed
 from .hyper_parameters import HyperParameters
 from .sharding import local
-from .state.loading import take_state
+from .state.loading import examine, restore
 from .state.owner import Owner
 from .state.saving import header_of, save
 from .world import World
 
 
-def deep_copy(optimizer: Owner, memo: dict[int, Any]) -> Any:
-    """Return a copy over the same ranks, whose traffic is counted apart.
+def deep_copy(optimizer: Owner, ranks: World, memo: dict[int, Any]) -> Any:
+    """Return a copy over the same ``ranks``, whose traffic is counted apart.
 
     Where ``overlap=True`` over a process group, every rank must call it: buckets travel over a group of their own.
     """
-    frame = optimizer.frame
     copied = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = copied
-    transport, levels = _shared(frame.ranks.transport), frame.ranks.levels
+    transport, levels = _shared(ranks.transport), ranks.levels
     if levels is not None:
         levels = _shared(levels[0]), _shared(levels[1])
-    _rebuild(copied, copy.deepcopy(_content(optimizer), memo), transport, levels)
+    _rebuild(copied, copy.deepcopy(content_of(optimizer), memo), transport, levels)
     return copied
 
 
-def pickled(optimizer: Owner) -> dict[str, Any]:
-    """Return what a pickle has of an optimizer; TypeError if its ranks can't be made again."""
-    frame = optimizer.frame
-    content, transport = _content(optimizer), frame.ranks.transport
+def pickled(content: dict[str, Any], ranks: World) -> dict[str, Any]:
+    """Return what a pickle has of an optimizer with this ``content``; TypeError if its ranks can't be made again."""
+    transport = ranks.transport
     here = isinstance(transport, LocalTransport)
     group = getattr(transport, "group", None)
-    if not here and (frame.ranks.levels is not None or group is None or group is not dist.group.WORLD):
-        what = "in a hierarchy of groups" if frame.ranks.levels is not None else f"over {transport!r}"
+    if not here and (ranks.levels is not None or group is None or group is not dist.group.WORLD):
+        what = "in a hierarchy of groups" if ranks.levels is not None else f"over {transport!r}"
         raise TypeError(
             f"an optimizer {what} can't be pickled: of process groups only the default one, "
             "torch.distributed.group.WORLD, can be made again; pickle its state_dict(), and load that into a new "
@@ -74,7 +72,7 @@ def unpickle(optimizer: Owner, content: dict[str, Any]) -> None:
     _rebuild(optimizer, content, transport, None)
 
 
-def _content(optimizer: Owner) -> dict[str, Any]:
+def content_of(optimizer: Owner) -> dict[str, Any]:
     """Return all but the ranks; of the state this rank's rows alone, since others name a process group."""
     frame = optimizer.frame
     if frame.ranks.model.count > 1:
@@ -93,10 +91,7 @@ def _content(optimizer: Owner) -> dict[str, Any]:
 
 
 def _rebuild(
-    optimizer: Owner,
-    content: dict[str, Any],
-    transport: Transport,
-    levels: tuple[Transport, Transport] | None,
+    optimizer: Owner, content: dict[str, Any], transport: Transport, levels: tuple[Transport, Transport] | None
 ) -> None:
     groups, saved = content["param_groups"], content["saved"]
     setstate: Any = torch.optim.Optimizer.__setstate__
@@ -109,7 +104,7 @@ def _rebuild(
     header = header_of(saved) or {}
     frame.given_block_size = header["block_size"] if is_compressed(header) else None
     optimizer.set_up()
-    take_state(optimizer, saved)
+    restore(optimizer, saved, examine(optimizer.algorithm, optimizer.check_group, saved))
 
 
 def _each_tensor(saved: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:

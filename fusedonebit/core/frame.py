@@ -79,6 +79,8 @@ class Frame:
         loss_scale: What a ``GradScaler`` has set for this step.
         late_error: What this step raises once all ranks know of it.
         nothing: Stands for a gradient that is not there: float32 [0].
+        sums_up: Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes.
+        expected_header: In a tuple, the header of a checkpoint that is about to be loaded, None of AdamW's.
     """
 
     options: Options
@@ -101,6 +103,8 @@ class Frame:
         self.absent: Tensor | None = None
         self.late_error: Exception | None = None
         self.loss_scale = NO_SCALE
+        self.sums_up = True
+        self.expected_header: tuple[Mapping[str, Any] | None] | None = None
         self.nothing = torch.empty(0, device=self.device)
         self._until_compared = 0  # steps until model-parallel ranks next compare what they have alike
 
@@ -303,6 +307,43 @@ class Frame:
     def cut_alike(self, header: Mapping[str, Any]) -> bool:
         """Return whether a checkpoint's rows are ordered by the same."""
         return all(header[key] == value for key, value in self.cut().items())
+
+    def sums_of_masks(self) -> dict[str, int]:
+        """Return checksums of the masks by parameter; of shards, which differ, none."""
+        given, owners = self.masks, enumerate(self.parameters.owners)
+        whole = self.ranks.shards.count == 1
+        return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
+
+    def masked_otherwise(self, header: Mapping[str, Any]) -> list[str]:
+        """Return the parameters of which a checkpoint had another mask; of shards nothing is known."""
+        if self.ranks.shards.count > 1:
+            return []
+        was, now = header.get("masks", {}), self.sums_of_masks()
+        return [name for i, name in enumerate(self.parameters.names) if was.get(str(i)) != now.get(str(i))]
+
+    def check_layout(self, header: Mapping[str, Any]) -> None:
+        """Raise ValueError if the checkpoint of a compressed stage can't be laid out here as it was."""
+        own = {
+            "algorithm": self.name,
+            "shards": self.ranks.shards.count,
+            "block_size": self.options.block_size or header["block_size"],
+            "strides": self.parameters.strides(),
+        }
+        way_out = {
+            "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
+            "block_size": "pass that as Wire(block_size=...), or none",
+        }
+        for key, value in own.items():
+            if header[key] != value:
+                hint = way_out.get(key, "construct the model and the optimizer as they were")
+                raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
+        if other := self.masked_otherwise(header):
+            raise ValueError(
+                f"the checkpoint was written with another mask for {', '.join(other)}, which can only be changed in "
+                "the warm-up: there is no variance, and no sign, of what a mask has kept still. Construct the "
+                "optimizer with the same Numerics(mask=...), or begin anew from the model alone (OneBitAdam and "
+                "OneBitLamb: with the checkpoint as Freeze(step=0, warm_start=...))"
+            )
 
     # ---------------------------------------------------------------- a step
 

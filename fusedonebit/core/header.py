@@ -12,6 +12,9 @@ from torch import Tensor
 KEY = "fusedonebit"
 """Of the first group of a checkpoint, under which its header is."""
 
+FORMAT = 2
+"""Of checkpoints."""
+
 _LIMIT = 2**63
 
 
@@ -128,6 +131,41 @@ def check_each(header: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str
     for key, rule in rules.items():
         if key in header and not rule.holds(header[key]):
             damaged(prefix + key, f"be {rule.expected}", repr(header[key]))
+
+
+def check_fields(
+    header: Mapping[str, Any], fields: Fields, phases: Mapping[Any, bool], sizes: tuple[int, int], own: bool
+) -> None:
+    """Raise ValueError for the first thing that a header can't say to an algorithm with these fields and stages.
+
+    ``sizes`` are the numbers of parameters and groups. One of its ``own`` must have all that it reads.
+    """
+    if header.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
+    must = ["phase", "updates", "skipped"]
+    if own and (is_compressed(header) or not any(phases.values())):
+        must += [key for key, field in fields.items() if field.required]
+    for key in must:
+        if key not in header:
+            raise ValueError(f"the checkpoint's header is damaged: it lacks {key}; load another checkpoint")
+    check_each(header, BASE | {key: field.rule for key, field in fields.items()}, "")
+    if not own:
+        return
+    tensors, groups = sizes
+    if header.get("trained") and "step" not in header.get("names", ["step"]):
+        damaged("names", "have step", header["names"])
+    for key, field in fields.items():
+        told = header.get(key)
+        if not field.one_per or not isinstance(told, list):
+            continue
+        if field.one_per == "index" and any(index >= tensors for index in told):
+            damaged(key, f"be below {tensors}", told)
+        if field.one_per != "index" and len(told) != (expected := groups if field.one_per == "group" else tensors):
+            damaged(key, f"have {expected} values", told)
+    compressed = tensors > 0 and phases.get(header["phase"], False)  # where nothing trains there are none
+    if header["phase"] not in phases or header.get("lines", compressed) != compressed:
+        got = f"{header['phase']!r} with lines={header.get('lines')}"
+        damaged("phase", f"be one of {', '.join(phases)}", got)
 
 
 def damaged(key: str, must: str, got: object) -> None:

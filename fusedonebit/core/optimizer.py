@@ -45,9 +45,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     kind: ClassVar[type[Algorithm]] = Algorithm
     """Of its algorithm."""
 
-    sums_up = True
-    """Whether a checkpoint gets checksums of its tensors; ``dcp`` makes them of what it writes."""
-
     algorithm: Algorithm
     _built = False
 
@@ -99,7 +96,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def set_up(self) -> None:
         """Make all that follows from parameters, options and ranks; begin the checks of first steps anew."""
         self.published: set[str] = set()  # names of entries of ``state`` that are ours
-        self.expected_header: tuple[Mapping[str, Any] | None] | None = None  # the header of one about to be loaded
         self.stepping = Stepping(self.frame)
         self.frame.set_up()
         self.build()
@@ -117,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def publish_state(self) -> None:
         """Put views of what is kept into ``self.state``, under torch's names; leave what others keep there."""
-        self.published = growing.publish(self.state, self.algorithm, self.published)
+        self.published = growing.publish(self.state, self.frame, self.algorithm.kept(), self.published)
 
     # ---------------------------------------------------------------- groups
 
@@ -264,13 +260,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return copies.pickled(self)
+        return copies.pickled(copies.content_of(self), self.frame.ranks)
 
     def __setstate__(self, content: dict[str, Any]) -> None:
         copies.unpickle(self, content)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
-        copied: DistributedOptimizer = copies.deep_copy(self, memo)
+        copied: DistributedOptimizer = copies.deep_copy(self, self.frame.ranks, memo)
         return copied
 
     def __copy__(self) -> NoReturn:
@@ -390,12 +386,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CollectiveError: after a step that ended so, or was interrupted while it changed parameters: half a step is
                 no state to go on from.
         """
-        self.frame.steps.refuse_if_broken()
+        frame, algorithm = self.frame, self.algorithm
+        frame.steps.refuse_if_broken()
         saving.call_hooks(self, "state_dict_pre")
-        saved = saving.save(self) if self.expected_header is None else saving.template(self, *self.expected_header)
+        if frame.expected_header is None:
+            saved = saving.save(self)
+        else:
+            packed = saving.packed_of(self.param_groups, self.state)
+            saved = saving.template(frame, algorithm.kept, packed, *frame.expected_header)
         if not self._optimizer_state_dict_post_hooks:
             return saved
-        return saving.seal_again(self, saving.call_hooks(self, "state_dict_post", saved))
+        return saving.seal_again(frame, algorithm.declared(), saving.call_hooks(self, "state_dict_post", saved))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.
@@ -406,3 +407,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             Exception: what a hook raises, on its rank; the others raise ``DisagreementError``.
         """
         loading.load(self, state_dict)
+
+
+def frame_of(optimizer: object) -> Frame | None:
+    """Return what an optimizer of this package works with; None of another."""
+    return optimizer.frame if isinstance(optimizer, DistributedOptimizer) else None

@@ -105,3 +105,10 @@ class StateTensor:
             return codes, self.exponents
         first, end = frame.layout.first_block[i : i + 2]
         return codes.view(frame.layout.n_blocks, -1)[first:end].view(-1), self.exponents[first:end]
+
+
+RANK = StateTensor("rank", "rank", torch.empty(0, dtype=torch.int64), of_rank=True)
+"""Whose file a file is; saved where ranks have rows of their own."""
+
+MASTER = "master"
+"""The name of master weights, which parameters keep."""

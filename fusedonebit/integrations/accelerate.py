@@ -38,7 +38,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
     handle = of_each_rank.attach_once(model, inside)
 
     def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-        of_each_rank.save(inside, output_dir)
+        of_each_rank.save(inside.frame, inside.state_dict, output_dir)
 
     def load(models: list[torch.nn.Module], input_dir: str) -> None:
         of_each_rank.hand_over(inside, input_dir)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.optimizer import DistributedOptimizer
+from ..core.optimizer import frame_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -30,12 +30,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """See ``torch.amp.GradScaler.step``; every rank must call it."""
-        if not self.is_enabled() or not isinstance(optimizer, DistributedOptimizer):
+        frame = frame_of(optimizer)
+        if not self.is_enabled() or frame is None:
             return super().step(optimizer, *args, **kwargs)
-        optimizer.frame.steps.outcomes.scaler_is_told = True
+        frame.steps.outcomes.scaler_is_told = True
         result = super().step(optimizer, *args, **kwargs)
         for found_inf in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            found_inf.copy_(optimizer.frame.scaling.overflowed[0])
+            found_inf.copy_(frame.scaling.overflowed[0])
         return result
 
     def _unscale_grads_(

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import LocalTransport, ShardGroup, Transport, agree, make_transport
 from ..core.consensus import failure
-from ..core.optimizer import DistributedOptimizer
+from ..core.optimizer import DistributedOptimizer, frame_of
 from ..core.options import is_int
 from ..core.sharding import group_of, local
 
@@ -61,13 +61,14 @@ def broadcast_buffers(
             )
         ranks = make_transport(group_of(process_group), device)
     else:
-        if not isinstance(optimizer, DistributedOptimizer):
+        frame = frame_of(optimizer)
+        if frame is None:
             raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
         if process_group is not None:
             raise ValueError("process_group must be None where optimizer is given: its ranks are meant")
         if every is not None and not (is_int(every) and every >= 1):
             raise ValueError(f"every must be an int >= 1 or None, got {every!r}")
-        ranks, inside, device = optimizer.frame.ranks.transport, optimizer.frame.ranks.shards, optimizer.frame.device
+        ranks, inside, device = frame.ranks.transport, frame.ranks.shards, frame.device
     _broadcast(named, ranks, inside, device)
     if optimizer is None or every is None:
         return None

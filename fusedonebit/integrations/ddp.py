@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..comm import BucketedAllReduce, agree, make_transport
+from ..comm import BucketedAllReduce, Transport, agree, make_transport
 from ..comm.transport import in_flight
 from ..core.arrivals import take_away
 from ..core.consensus import failure
 from ..core.first_contact import speaks
-from ..core.optimizer import DistributedOptimizer
+from ..core.frame import Frame
+from ..core.optimizer import DistributedOptimizer, frame_of
 from ..core.overlap import OverlappedAllReduce
+from ..core.under_ddp import UnderDdp
 from ..errors import warn
 
 _JOIN = (
@@ -56,16 +59,18 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> H
         TypeError, ValueError: on every rank, if the two don't belong together; nothing was changed.
         RuntimeError: on every rank, if either is attached already, or DDP averages in another way; nothing was changed.
     """
-    error = failure(lambda: _check(model, optimizer))
-    if isinstance(optimizer, DistributedOptimizer):
-        transport, device = optimizer.frame.ranks.transport, optimizer.frame.device
+    frame = frame_of(optimizer)
+    error = failure(lambda: _check(model, optimizer, frame))
+    if frame is not None:
+        transport, device = frame.ranks.transport, frame.device
     else:  # then the others' optimizers most likely use the default group
         nccl = dist.is_initialized() and "nccl" in dist.get_backend()
         device = torch.device("cuda" if nccl else "cpu")
         transport = make_transport(None, device)
     agree(transport, [], device, error, "attach the same model on every rank")
-    optimizer.frame.parameters.name(model.module.named_parameters())
-    return Handle(model, optimizer)
+    assert frame is not None  # or all have raised
+    frame.parameters.name(model.module.named_parameters())
+    return Handle(model, optimizer, frame)
 
 
 class Handle:
@@ -77,7 +82,7 @@ class Handle:
         optimizer: Whose it is; None once it is detached.
     """
 
-    def __init__(self, model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
+    def __init__(self, model: DistributedDataParallel, optimizer: DistributedOptimizer, frame: Frame) -> None:
         seat = _seat_of(model)
         if seat is None:
             seat = _Seat(model)
@@ -86,7 +91,7 @@ class Handle:
         self.optimizer: DistributedOptimizer | None = optimizer
         # The model holds this, in C++ as well, where no collector looks.
         self._model = itself = weakref.ref(model)
-        self._owners = set(map(id, optimizer.frame.parameters.owners))
+        self._owners = set(map(id, frame.parameters.owners))
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         this = weakref.ref(self)
         hooks = [
@@ -94,10 +99,39 @@ class Handle:
             model.register_forward_pre_hook(lambda module, _: _refuse_join(module, itself)),
         ]
         vars(model)["join_hook"] = lambda **_: _NoJoin()
-        self._finalizer = weakref.finalize(model, _end, hooks, weakref.ref(optimizer))
-        optimizer.frame.under_ddp.attached, optimizer.frame.under_ddp.elsewhere = True, None
-        _let_overlap(optimizer, True)
+        self._finalizer = weakref.finalize(model, _end, hooks, frame.under_ddp)
+        frame.under_ddp.attached, frame.under_ddp.elsewhere = True, None
+        self._let_overlap(True)
         seat.handle = self
+
+    @property
+    def _reducer(self) -> object:
+        """Return what sends gradients for the optimizer, where something does."""
+        return None if self.optimizer is None else getattr(self.optimizer.algorithm, "reducer", None)
+
+    def _let_overlap(self, may: bool) -> None:
+        """Let a reducer send in backward passes, or not: what DDP is about to average is not what it should send."""
+        if isinstance(reducer := self._reducer, OverlappedAllReduce):
+            reducer.rest(not may)
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average a bucket of the warm-up, and leave others as they are."""
+        optimizer, buffer = self.optimizer, bucket.buffer()
+        assert optimizer is not None  # who else asks
+        # The stage of the coming step must be known before its gradients are averaged.
+        optimizer.begin_step()
+        ranks = optimizer.frame.ranks.transport
+        if not optimizer.averages_gradients or ranks.world_size == 1:
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+        optimizer.frame.under_ddp.averaged = True
+        # As ``flatten`` does: divided before the sum, in float32.
+        wide = buffer.float().mul_(1.0 / ranks.world_size)
+        ranks.traffic.add(2 * wide.nbytes * (ranks.world_size - 1) // ranks.world_size)
+        work = dist.all_reduce(in_flight(wide), group=_group(ranks), async_op=True)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+        return averaged
 
     def detach(self) -> None:
         """Let DDP average all gradients again, as it does without a hook, so that any optimizer may follow.
@@ -115,25 +149,36 @@ class Handle:
         optimizer, model = self.optimizer, self._model()
         if optimizer is None:
             return
-        error = failure(lambda: _check_idle(optimizer))
-        facts = [("the number of updates before detach()", str(optimizer.frame.steps.outcomes.updates))]
-        agree(
-            optimizer.frame.ranks.transport,
-            facts,
-            optimizer.frame.device,
-            error,
-            "call it on every rank, between the same two steps",
-        )
-        _average_gradients(optimizer)
-        _let_overlap(optimizer, False)
-        optimizer.frame.under_ddp.averaged, optimizer.frame.under_ddp.elsewhere = False, None
+        frame, hint = optimizer.frame, "call it on every rank, between the same two steps"
+        error = failure(self._check_idle)
+        facts = [("the number of updates before detach()", str(frame.steps.outcomes.updates))]
+        agree(frame.ranks.transport, facts, frame.device, error, hint)
+        _average_gradients(frame)
+        self._let_overlap(False)
+        frame.under_ddp.averaged, frame.under_ddp.elsewhere = False, None
         self._finalizer()
         self.optimizer = None
         if model is not None and (seat := _seat_of(model)) is not None:
             seat.handle = None
             vars(model).pop("join_hook", None)
-        if speaks(optimizer.frame):
-            _say_what_is_owed(optimizer)
+        if speaks(frame):
+            _say_what_is_owed(type(optimizer).__name__, optimizer.owed())
+
+    def _check_idle(self) -> None:
+        """Raise unless this is between two steps, all ranks alike, so that another optimizer could take over."""
+        optimizer = self.optimizer
+        assert optimizer is not None  # whom ``detach`` has found
+        if broken := optimizer.frame.steps.broken:
+            raise RuntimeError(f"this {type(optimizer).__name__} can't be detached, as it can't go on: {broken}")
+        optimizer.algorithm.catch_up()
+        if not optimizer.synchronised:
+            told = optimizer.stats()
+            raise RuntimeError(
+                f"detach() must come between two rounds, but {told['local_steps']} steps of this one are done, and "
+                "each rank has moved its own parameters: go on until stats()['local_steps'] is 0"
+            )
+        if isinstance(reducer := self._reducer, BucketedAllReduce):
+            reducer.check_idle()
 
     @torch._disable_dynamo
     def shares(self, other: torch.optim.Optimizer) -> bool:
@@ -165,7 +210,7 @@ class _Seat:
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Do what the optimizer wants with a bucket, or what DDP does by itself."""
         if self.handle is not None and self.handle.optimizer is not None:
-            return _average_in_the_warm_up(self.handle.optimizer, bucket)
+            return self.handle.average(bucket)
         model, buffer = None if self.model is None else self.model(), bucket.buffer()
         assert model is not None  # whose hook this is
         group = model.process_group
@@ -187,10 +232,9 @@ class _NoJoin(JoinHook):
         raise RuntimeError(_JOIN)
 
 
-def _end(hooks: list[RemovableHandle], optimizer: weakref.ref[DistributedOptimizer]) -> None:
+def _end(hooks: list[RemovableHandle], under_ddp: UnderDdp) -> None:
     take_away(hooks)
-    if (attached := optimizer()) is not None:
-        attached.frame.under_ddp.attached = False
+    under_ddp.attached = False
 
 
 def _refuse_others(handle: weakref.ref[Handle], stepping: torch.optim.Optimizer) -> None:
@@ -215,21 +259,21 @@ def _refuse_join(model: DistributedDataParallel, attached: weakref.ref[Distribut
     raise RuntimeError(_JOIN)
 
 
-def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
-    if not isinstance(optimizer, DistributedOptimizer):
+def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer, frame: Frame | None) -> None:
+    if frame is None:
         raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
         )
-    if optimizer.frame.under_ddp.attached:
+    if frame.under_ddp.attached:
         raise RuntimeError(
             f"this {type(optimizer).__name__} is attached already; call attach() once, before training, or first "
             "detach() of the handle that it has returned"
         )
     _check_ways_of_averaging(model)
-    _check_parameters(model, optimizer)
-    averaged, compressed = dist.get_process_group_ranks(model.process_group), _ranks(optimizer)
+    _check_parameters(model, dict(zip(map(id, frame.parameters.owners), frame.parameters.names, strict=True)))
+    averaged, compressed = dist.get_process_group_ranks(model.process_group), _ranks(frame.ranks.transport)
     if averaged != compressed:
         raise ValueError(
             f"model and optimizer must average over the same ranks, got {averaged} and {compressed}; "
@@ -265,8 +309,8 @@ def _check_ways_of_averaging(model: DistributedDataParallel) -> None:
         raise RuntimeError(_JOIN)
 
 
-def _check_parameters(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
-    ours = dict(zip(map(id, optimizer.frame.parameters.owners), optimizer.frame.parameters.names, strict=True))
+def _check_parameters(model: DistributedDataParallel, ours: Mapping[int, str]) -> None:
+    """Raise ValueError unless a model has just the parameters with these ids, whose names are ``ours``."""
     named = list(model.module.named_parameters())
     theirs = {id(p): f"{name} of model" for name, p in named if p.requires_grad}
     if late := [name for name, p in named if id(p) in ours and not p.requires_grad]:
@@ -283,29 +327,12 @@ def _check_parameters(model: DistributedDataParallel, optimizer: DistributedOpti
         )
 
 
-def _check_idle(optimizer: DistributedOptimizer) -> None:
-    """Raise if there is no state between two steps, equal on all ranks, in which another optimizer could take over."""
-    if optimizer.frame.steps.broken:
-        raise RuntimeError(
-            f"this {type(optimizer).__name__} can't be detached, as it can't go on: {optimizer.frame.steps.broken}"
-        )
-    optimizer.algorithm.catch_up()
-    if not optimizer.algorithm.synchronised:
-        told = optimizer.stats()
-        raise RuntimeError(
-            f"detach() must come between two rounds, but {told['local_steps']} steps of this one are done, and each "
-            "rank has moved its own parameters: go on until stats()['local_steps'] is 0"
-        )
-    if isinstance(reducer := getattr(optimizer.algorithm, "reducer", None), BucketedAllReduce):
-        reducer.check_idle()
-
-
-def _average_gradients(optimizer: DistributedOptimizer) -> None:
+def _average_gradients(frame: Frame) -> None:
     """Average the gradients that are there, as DDP does; those that were averaged, or used already, do no harm."""
-    owners, transport = optimizer.frame.parameters.owners, optimizer.frame.ranks.transport
+    owners, transport = frame.parameters.owners, frame.ranks.transport
     if transport.world_size == 1:
         return
-    present = torch.tensor([p.grad is not None for p in owners], dtype=torch.float32, device=optimizer.frame.device)
+    present = torch.tensor([p.grad is not None for p in owners], dtype=torch.float32, device=frame.device)
     transport.all_reduce(present)
     for p, ranks in zip(owners, present.tolist(), strict=True):
         if ranks == 0:
@@ -316,42 +343,19 @@ def _average_gradients(optimizer: DistributedOptimizer) -> None:
         p.grad = grad.copy_(wide)
 
 
-def _let_overlap(optimizer: DistributedOptimizer, may: bool) -> None:
-    """Let a reducer send in backward passes, or not: what DDP is about to average is not what it should send."""
-    if isinstance(reducer := getattr(optimizer.algorithm, "reducer", None), OverlappedAllReduce):
-        reducer.rest(not may)
-
-
-def _say_what_is_owed(optimizer: DistributedOptimizer) -> None:
-    if (share := optimizer.owed()) > 0:
+def _say_what_is_owed(name: str, share: float) -> None:
+    if share > 0:
         much = "all that its next step was to apply" if share == math.inf else f"{share:.2g} times its last update"
         warn(
-            f"{type(optimizer).__name__} was detached from DistributedDataParallel with {much} left out by compression "
+            f"{name} was detached from DistributedDataParallel with {much} left out by compression "
             "so far; that stays in the optimizer, and is lost unless it takes further steps"
         )
 
 
-def _group(optimizer: DistributedOptimizer) -> dist.ProcessGroup | None:
-    return getattr(optimizer.frame.ranks.transport, "group", None)  # a transport of one rank has none
+def _group(transport: Transport) -> dist.ProcessGroup | None:
+    return getattr(transport, "group", None)  # one of a single rank has none
 
 
-def _ranks(optimizer: DistributedOptimizer) -> list[int]:
-    group = _group(optimizer)
+def _ranks(transport: Transport) -> list[int]:
+    group = _group(transport)
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-
-
-def _average_in_the_warm_up(optimizer: DistributedOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    # The stage of the coming step must be known before its gradients are averaged.
-    optimizer.begin_step()
-    buffer, world_size = bucket.buffer(), optimizer.frame.ranks.transport.world_size
-    if not optimizer.averages_gradients or world_size == 1:
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
-    optimizer.frame.under_ddp.averaged = True
-    # As ``flatten`` does: divided before the sum, in float32.
-    wide = buffer.float().mul_(1.0 / world_size) if buffer.dtype != torch.float32 else buffer.mul_(1.0 / world_size)
-    optimizer.frame.ranks.transport.traffic.add(2 * wide.nbytes * (world_size - 1) // world_size)
-    work = dist.all_reduce(in_flight(wide), group=_group(optimizer), async_op=True)
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
-    return averaged

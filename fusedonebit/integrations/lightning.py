@@ -29,8 +29,9 @@ class OneBit(Callback):  # type: ignore[misc]  # of a package without types
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See Lightning: all is made and loaded, and no backward pass was done."""
+        clips = trainer.gradient_clip_val
         for optimizer in _ours(trainer):
-            of_each_rank.refuse_clipping(optimizer, "Trainer(gradient_clip_val=...)", trainer.gradient_clip_val, None)
+            of_each_rank.refuse_clipping(optimizer.frame, "Trainer(gradient_clip_val=...)", clips, None)
             of_each_rank.attach_once(trainer.strategy.model, optimizer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

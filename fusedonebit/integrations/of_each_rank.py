@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm import agree
+from ..comm import Transport, agree
+from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from .ddp import Handle, attach
 
@@ -31,36 +33,35 @@ def attach_once(model: Any, optimizer: DistributedOptimizer) -> Handle | None:
     return None
 
 
-def refuse_clipping(optimizer: DistributedOptimizer, setting: str, given: Any, off: Any) -> None:
+def refuse_clipping(frame: Frame, setting: str, given: Any, off: Any) -> None:
     """Raise ValueError if the library is to clip gradients of several ranks, each by its own norm."""
-    if given and optimizer.frame.ranks.transport.world_size > 1:
+    if given and frame.ranks.transport.world_size > 1:
         raise ValueError(
-            f"{setting} must be {off!r} with {type(optimizer).__name__}, got {given!r}: each rank would clip its own "
+            f"{setting} must be {off!r} with {frame.name}, got {given!r}: each rank would clip its own "
             f"gradients by its own norm; pass max_grad_norm={given!r} to the optimizer instead"
         )
 
 
-def path_of(optimizer: DistributedOptimizer, folder: str | Path) -> Path:
+def path_of(transport: Transport, folder: str | Path) -> Path:
     """Return where this rank's state lies in ``folder``."""
-    transport = optimizer.frame.ranks.transport
     return Path(folder) / f"onebit-rank-{transport.rank}-of-{transport.world_size}.pt"
 
 
-def save(optimizer: DistributedOptimizer, folder: str | Path) -> None:
-    """Write this rank's state into ``folder``; every rank calls it.
+def save(frame: Frame, state_dict: Callable[[], dict[str, Any]], folder: str | Path) -> None:
+    """Write this rank's state, which ``state_dict`` returns, into ``folder``; every rank calls it.
 
     Raises:
         OSError: if it can't be written; the other ranks raise ``DisagreementError``.
     """
-    path, error = path_of(optimizer, folder), None
+    path, error = path_of(frame.ranks.transport, folder), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".tmp")
-        torch.save(optimizer.state_dict(), partial)
+        torch.save(state_dict(), partial)
         partial.replace(path)  # a crash leaves the old file or the new one
     except Exception as caught:
         error = caught
-    agree(optimizer.frame.ranks.transport, [], optimizer.frame.device, error, f"{folder} holds no whole checkpoint")
+    agree(frame.ranks.transport, [], frame.device, error, f"{folder} holds no whole checkpoint")
 
 
 def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
@@ -71,7 +72,8 @@ def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
     Raises:
         FileNotFoundError: if files are there, but not this rank's; the other ranks raise ``DisagreementError``.
     """
-    path, error, state = path_of(optimizer, folder), None, None
+    transport, device = optimizer.frame.ranks.transport, optimizer.frame.device
+    path, error, state = path_of(transport, folder), None, None
     try:
         if path.exists():
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -82,12 +84,7 @@ def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
             )
     except Exception as caught:
         error = caught
-    agree(
-        optimizer.frame.ranks.transport,
-        [("each rank has a file", str(state is not None))],
-        optimizer.frame.device,
-        error,
-    )
+    agree(transport, [("each rank has a file", str(state is not None))], device, error)
     if state is None:
         return
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, given: state)

@@ -18,7 +18,7 @@ class _Attach(TrainerCallback):  # type: ignore[misc]  # of a package without ty
 
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         optimizer = of_each_rank.ours(self._trainer.optimizer)
-        of_each_rank.refuse_clipping(optimizer, "TrainingArguments(max_grad_norm=...)", args.max_grad_norm, 0)
+        of_each_rank.refuse_clipping(optimizer.frame, "TrainingArguments(max_grad_norm=...)", args.max_grad_norm, 0)
         of_each_rank.attach_once(self._trainer.model_wrapped, optimizer)
 
 
@@ -49,7 +49,8 @@ def attach(trainer: Trainer) -> None:
 def _saving(trainer: Trainer, theirs: Callable[[str], None]) -> Callable[[str], None]:
     def save(output_dir: str) -> None:
         theirs(output_dir)
-        of_each_rank.save(of_each_rank.ours(trainer.optimizer), output_dir)
+        optimizer = of_each_rank.ours(trainer.optimizer)
+        of_each_rank.save(optimizer.frame, optimizer.state_dict, output_dir)
 
     return save
 

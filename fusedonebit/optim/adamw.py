@@ -57,7 +57,7 @@ class Released(Averaged):
     def __init__(self, frame: Frame, moments: MomentBuffers) -> None:
         super().__init__(frame, AdamUpdate(frame, moments), in_place=True)
         self._moments, self._released_with = moments, 0  # the tag of hyper-parameters
-        self.release = Release(self)
+        self.release = Release(frame, self.update_early)
 
     def close(self) -> None:
         self.release.close()

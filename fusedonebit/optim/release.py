@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,29 +46,23 @@ def buckets_of(layout: FlatLayout, device: torch.device, count: int = BUCKETS) -
     return found
 
 
-class UpdatesEarly(Protocol):
-    """Is a stage that updates buckets before the optimizer takes the step."""
-
-    frame: Frame
-
-    def update_early(self, bucket: Bucket) -> None:
-        """Update the parameters of a bucket by the gradients that they have now, and ``Release.use_up`` those."""
-
-
 class Release(Arrivals):
     """Watches gradients arrive; once a bucket has all of them, updates it and frees them.
 
-    Hooks hold the algorithm weakly.
+    Args:
+        frame: Whose parameters.
+        update: A method, held weakly, that updates the parameters of a bucket by the gradients that they have now, and
+            has ``use_up`` free those.
 
     Attributes:
         buckets: All of them.
         done: Numbers of the parameters that were updated since the last step.
     """
 
-    def __init__(self, algorithm: UpdatesEarly) -> None:
-        frame, owner = algorithm.frame, algorithm.frame.owner()
+    def __init__(self, frame: Frame, update: Callable[[Bucket], None]) -> None:
+        owner = frame.owner()
         assert owner is not None  # which is making this
-        self._algorithm = weakref.ref(algorithm)
+        self._frame, self._update = frame, weakref.WeakMethod(update)
         self.buckets = buckets_of(frame.layout, frame.device)
         self._bucket_of = {i: n for n, bucket in enumerate(self.buckets) for i in _each(bucket)}
         handles, this = self.watch(frame.parameters.owners), weakref.ref(self)
@@ -103,11 +97,11 @@ class Release(Arrivals):
             RuntimeError: in a second backward pass before the step, and where DDP averages.
             TypeError, ValueError, RuntimeError: if a gradient, or a parameter, can't be used.
         """
-        algorithm = self._algorithm()
-        if algorithm is None or algorithm.frame.owner() is None or self._paused:
+        update, frame = self._update(), self._frame
+        if update is None or frame.owner() is None or self._paused:
             return
-        name = algorithm.frame.parameters.called[i]
-        if algorithm.frame.under_ddp.attached:
+        name = frame.parameters.called[i]
+        if frame.under_ddp.attached:
             raise RuntimeError(
                 "ddp.attach can't be used with Wire(release_gradients=True), which is for one rank alone: train the "
                 "model without DDP, or construct the optimizer without the option"
@@ -122,7 +116,7 @@ class Release(Arrivals):
         number = self._bucket_of[i]
         self._waiting[number] -= 1
         if not self._waiting[number]:
-            algorithm.update_early(self.buckets[number])
+            update(self.buckets[number])
 
     def use_up(self, owners: Sequence[Tensor], bucket: Bucket) -> None:
         """Take note that a bucket was updated, and free its gradients; ``owners`` are all parameters."""

@@ -68,7 +68,7 @@ class TwoStage(Algorithm):
         given = arguments["freeze_step"]
         if not isinstance(given, Freeze) or given.warm_start is None:
             return
-        tables = warm_start(self, given.warm_start)
+        tables = warm_start(self.frame, self.kept(), self.declared(), given.warm_start)
         self.moments.exp_avg_sq.mul_(self.frame.live.mask())  # the earlier run may have had no mask
         self.warm_up.correct()
         self.compression.begin_warm(tables)

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from ..comm import checksum
-from ..core.algorithm import Algorithm
+from ..core.frame import Frame
 from ..core.sharding import local
 from ..core.state import integrity
 from ..core.state.loading import ADAMW
 from ..core.state.saving import by_parameter, header_of
+from ..core.state_tensor import StateTensor
 
 
-def warm_start(algorithm: Algorithm, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+def warm_start(
+    frame: Frame, kept: Sequence[StateTensor], declared: integrity.Declared, state_dict: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Take the variance from an earlier run's checkpoint, corrected for its start at 0 with that run's own betas.
 
     Return what that run has kept per tensor (``StateTensor``), by name: coefficients and momentum scales of LAMB.
@@ -25,21 +28,20 @@ def warm_start(algorithm: Algorithm, state_dict: Mapping[str, Any]) -> dict[str,
     Raises:
         TypeError, ValueError: on every rank, if the checkpoint is of another model or optimizer.
     """
-    frame = algorithm.frame
     variances: list[Tensor] = []
     tables: dict[str, list[Tensor]] = {}
     error: Exception | None = None
     try:
-        _check(algorithm, state_dict)
-        states = by_parameter(algorithm.frame, state_dict)
+        _check(frame, state_dict)
+        states = by_parameter(frame, state_dict)
         header = header_of(state_dict) or {"names": ADAMW}
         ours = integrity.of_names(states, header.get("names", {name for state in states for name in state}))
-        integrity.verify(algorithm, ours, header)
-        integrity.check_values(algorithm, ours, header)
-        variances = [_variance(algorithm, state_dict, states[i], i) for i in range(len(states))]
+        integrity.verify(frame, declared, ours, header)
+        integrity.check_values(frame, declared, ours, header)
+        variances = [_variance(frame, state_dict, states[i], i) for i in range(len(states))]
         if frame.ranks.shards.count == 1 and not any(bool(v.any()) for v in variances):
             raise ValueError("warm_start must be of a run that has made updates, but no parameter in it has a variance")
-        tables = _tables(algorithm, state_dict, states)
+        tables = _tables(frame.name, kept, state_dict, states)
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = caught if not isinstance(caught, KeyError) else ValueError(f"warm_start lacks the key {caught}")
     facts = [
@@ -48,7 +50,7 @@ def warm_start(algorithm: Algorithm, state_dict: Mapping[str, Any]) -> dict[str,
         for name, tensor in zip(frame.parameters.names, tensors, strict=False)
     ]
     frame.ranks.agree(facts, error=error, hint="give every rank the same earlier run's checkpoint")
-    (of_v,) = (kept for kept in algorithm.kept() if kept.name == "exp_avg_sq")
+    (of_v,) = (each for each in kept if each.name == "exp_avg_sq")
     with torch.no_grad():
         for i, v in enumerate(variances):
             part = of_v.part(frame, i)
@@ -57,21 +59,20 @@ def warm_start(algorithm: Algorithm, state_dict: Mapping[str, Any]) -> dict[str,
     return {name: torch.stack(rows, dim=-1).to(frame.device) for name, rows in tables.items()}
 
 
-def _check(algorithm: Algorithm, state_dict: Mapping[str, Any]) -> None:
+def _check(frame: Frame, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"warm_start must be an earlier run's state_dict(), got {type(state_dict).__name__}; "
             "torch.load() it if it is a file"
         )
     theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-    ours = [len(group["params"]) for group in algorithm.frame.groups]
+    ours = [len(group["params"]) for group in frame.groups]
     if theirs != ours:
         raise ValueError(f"warm_start must be of the same model: its groups have {theirs} parameters, these {ours}")
 
 
-def _variance(algorithm: Algorithm, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
+def _variance(frame: Frame, state_dict: Mapping[str, Any], state: Mapping[str, Any], i: int) -> Tensor:
     """Return a parameter's variance, corrected if this optimizer corrects; zeros where it never had a gradient."""
-    frame = algorithm.frame
     name, shape = frame.parameters.names[i], tuple(frame.parameters.params[i].shape)
     if not state:
         return torch.zeros(shape)
@@ -94,19 +95,19 @@ def _variance(algorithm: Algorithm, state_dict: Mapping[str, Any], state: Mappin
 
 
 def _tables(
-    algorithm: Algorithm, state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+    taker: str, kept: Sequence[StateTensor], state_dict: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Tensor]]:
     """Return what the optimizer keeps per tensor, by name; an earlier warm-up has no momentum scales yet."""
     unsettled = {"unit"} if (header_of(state_dict) or {}).get("phase") != "compression" else set()
     tables = {}
-    for kept in algorithm.kept():
-        if kept.per != "tensor" or not kept.wanted:
+    for each in kept:
+        if each.per != "tensor" or not each.wanted:
             continue
-        name, table = kept.name, kept.tensor
+        name, table = each.name, each.tensor
         rows = [state.get(name) for state in states]
         if name == "layer" and any(row is None for row in rows):
             raise ValueError(
-                f"warm_start of {algorithm.frame.name} must be the state_dict() of Lamb or OneBitLamb: "
+                f"warm_start of {taker} must be the state_dict() of Lamb or OneBitLamb: "
                 "only those have average coefficients"
             )
         fitting = [row.float().contiguous() for row in rows if row is not None and row.shape == table.shape[:-1]]

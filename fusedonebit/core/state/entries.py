@@ -15,80 +15,68 @@ import torch
 from torch import Tensor
 
 from ...triton_kernels import FlatLayout
-from ..algorithm import Algorithm
+from ..frame import Frame
 from ..header import is_compressed
 from ..sharding import local
-from ..state_tensor import StateTensor
+from ..state_tensor import MASTER, RANK, StateTensor
 
 VALUES = ("element", "part", "chunk")
 """What has numbers that may be kept in codes."""
-
-RANK = StateTensor("rank", "rank", torch.empty(0, dtype=torch.int64), of_rank=True)
-"""Whose file a file is; saved where ranks have rows of their own."""
 
 Header = Mapping[str, Any]
 State = Mapping[str, Any]
 
 
-def of(algorithm: Algorithm, compressed: bool, names: Collection[str] = ()) -> list[tuple[StateTensor, int]]:
-    """Return all entries in a stage but ``step``, each with the parameter that it is saved with.
+def of(frame: Frame, kept: Sequence[StateTensor], names: Collection[str] = ()) -> list[tuple[StateTensor, int]]:
+    """Return all entries of what is kept but ``step``, each with the parameter that it is saved with.
 
     Of a checkpoint, which has entries of these ``names``, also what another takes up here.
     """
-    frame = algorithm.frame
     tensors = range(len(frame.parameters))
-    specs = [s for s in algorithm.kept(compressed) if s.wanted or (s.taken_by and s.name in names)]
+    specs = [s for s in kept if s.wanted or (s.taken_by and s.name in names)]
     if any(spec.of_rank for spec in specs):
         specs.append(RANK)
     found = [(spec, i) for spec in specs for i in (tensors if spec.by_parameter else tensors[:1])]
-    return found + [(_master(algorithm), i) for i in frame.parameters.with_masters]
+    return found + [(spec, i) for spec in kept if spec.name == MASTER for i in frame.parameters.with_masters]
 
 
-def declared(algorithm: Algorithm) -> dict[str, StateTensor]:
-    """Return what there may be, by name."""
-    everything = (*algorithm.kept(False), *algorithm.kept(True))
-    unwanted_first = sorted(everything, key=lambda spec: spec.wanted)  # of two of a name one is wanted
-    return {spec.name: spec for spec in (*unwanted_first, _master(algorithm), RANK)}
-
-
-def has_row_of_each(algorithm: Algorithm, spec: StateTensor, header: Header) -> bool:
+def has_row_of_each(frame: Frame, spec: StateTensor, header: Header) -> bool:
     """Return whether a checkpoint has a row of each rank, and not what all have alike, as AdamW's does."""
-    return spec.of_rank and (not spec.by_parameter or algorithm.frame.wrote(header))
+    return spec.of_rank and (not spec.by_parameter or frame.wrote(header))
 
 
-def saved(algorithm: Algorithm, spec: StateTensor, i: int) -> Tensor:
+def saved(frame: Frame, spec: StateTensor, i: int) -> Tensor:
     """Return what this rank saves of parameter ``i``'s entry, in a form that ``torch.distributed.checkpoint`` knows."""
-    part = _here(algorithm, spec, i)
+    part = _here(frame, spec, i)
     if spec.per == "tensor":
         return part.clone()
     if not spec.by_parameter:
         part = part.reshape(-1).to(spec.dtype)
         if spec.of_rank and part.storage_offset():
             part = part.clone()  # a DTensor that begins somewhere else than its memory does can't be copied
-    return algorithm.frame.ranks.rows.of_each(part) if spec.of_rank else _distributed(algorithm, spec, i, part)
+    return frame.ranks.rows.of_each(part) if spec.of_rank else _distributed(frame, spec, i, part)
 
 
-def room(algorithm: Algorithm, spec: StateTensor, i: int, header: Header | None) -> Tensor:
+def room(frame: Frame, spec: StateTensor, i: int, header: Header | None) -> Tensor:
     """Make room for the entry of a checkpoint with this header, None of AdamW's."""
-    frame = algorithm.frame
-    part = torch.zeros(_shape(algorithm, spec, i, header or {}), dtype=spec.dtype, device=frame.device)
+    part = torch.zeros(_shape(frame, spec, i, header or {}), dtype=spec.dtype, device=frame.device)
     if not spec.of_rank:
-        return _distributed(algorithm, spec, i, part)
+        return _distributed(frame, spec, i, part)
     replicas = frame.ranks.rows.shape[0] if header is None else header["world_size"]
     all_here = spec.per == "chunk" and not (header is not None and frame.cut_alike(header))
     return (frame.ranks.rows.whole if all_here else frame.ranks.rows.spread)(replicas, part)
 
 
-def check(algorithm: Algorithm, states: Sequence[State], header: Header, required: Collection[int]) -> None:
-    """Raise ValueError or TypeError for the first entry that is not one of this model on these ranks.
-
-    ``required`` are the parameters that must have a state.
-    """
-    frame = algorithm.frame
-    found = of(algorithm, is_compressed(header), header["names"])
+def check(frame: Frame, kept: Sequence[StateTensor], states: Sequence[State], header: Header) -> None:
+    """Raise ValueError or TypeError for the first entry that is not one of this model on these ranks."""
+    trained = header["trained"] if frame.wrote(header) and "trained" in header else ()
+    # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen.
+    places = zip(states, frame.parameters.index_of, strict=True)
+    required = {i for i, (state, index) in enumerate(places) if state or is_compressed(header) or index in trained}
+    found = of(frame, kept, header["names"])
     for spec, i in found:
-        if spec.by_parameter and i in required and (spec.name in states[i] or not _may_lack(algorithm, spec, header)):
-            _check_entry(algorithm, spec, i, states, header)
+        if spec.by_parameter and i in required and (spec.name in states[i] or not _may_lack(frame, spec, header)):
+            _check_entry(frame, spec, i, states, header)
     if not is_compressed(header):
         return
     # In the checkpoint's blocks: these ranks' own may be larger, as their padding is.
@@ -98,7 +86,7 @@ def check(algorithm: Algorithm, states: Sequence[State], header: Header, require
         spec for spec, _ in found if not (spec.by_parameter or (spec.taken_by and spec.name not in header["names"]))
     ]
     for spec in flat:
-        _check_entry(algorithm, spec, 0, states, header)
+        _check_entry(frame, spec, 0, states, header)
     chunks = [states[0][spec.name] for spec in flat if spec.per == "chunk"]
     if not frame.cut_alike(header) and any(len(local(rows)) != header["world_size"] for rows in chunks):
         raise ValueError(
@@ -107,56 +95,51 @@ def check(algorithm: Algorithm, states: Sequence[State], header: Header, require
         )
 
 
-def take(algorithm: Algorithm, spec: StateTensor, i: int, state: State, header: Header) -> None:
-    """Take up parameter ``i``'s entry, if there is one; all ranks call it."""
-    if spec is RANK:
-        return
-    part = _for_this_rank(algorithm, spec, state[spec.name], header) if spec.name in state else None
-    if spec.name == "master":
-        algorithm.frame.parameters.load_master(i, part)
-    elif spec.taken_by and not spec.wanted:
-        by = declared(algorithm)[spec.taken_by]
-        target = _here(algorithm, by, i)
-        target += _found(part).to(target.device).view(target.shape)
-        by.keep(algorithm.frame, i, target)
-    elif part is not None:
-        target = _here(algorithm, spec, i)
-        target.copy_(part.to(target.device).view(target.shape))
-        if spec.per in VALUES:
-            spec.keep(algorithm.frame, i, target)
-    elif spec.taken_by:
-        spec.tensor.zero_()
+def fill(frame: Frame, kept: Sequence[StateTensor], states: Sequence[State], header: Header) -> None:
+    """Take up all entries that a checkpoint has; all ranks call it."""
+    for spec, i in of(frame, kept, header["names"]):
+        if spec is RANK:
+            continue
+        part = _for_this_rank(frame, spec, states[i][spec.name], header) if spec.name in states[i] else None
+        if spec.name == MASTER:
+            frame.parameters.load_master(i, part)
+        elif spec.taken_by and not spec.wanted:
+            (by,) = (each for each in kept if each.name == spec.taken_by)
+            target = _here(frame, by, i)
+            target += _found(part).to(target.device).view(target.shape)
+            by.keep(frame, i, target)
+        elif part is not None:
+            target = _here(frame, spec, i)
+            target.copy_(part.to(target.device).view(target.shape))
+            if spec.per in VALUES:
+                spec.keep(frame, i, target)
+        elif spec.taken_by:
+            spec.tensor.zero_()
 
 
-def _master(algorithm: Algorithm) -> StateTensor:
-    return StateTensor(
-        "master", "element", algorithm.frame.nothing, of_rank=algorithm.masters_of_rank, holds_parameters=True
-    )
-
-
-def _here(algorithm: Algorithm, spec: StateTensor, i: int) -> Tensor:
+def _here(frame: Frame, spec: StateTensor, i: int) -> Tensor:
     """Return what this rank keeps."""
     if spec is RANK:
-        return algorithm.frame.ranks.rows.rank()
-    if spec.name == "master":
-        return algorithm.frame.parameters.master(i)
+        return frame.ranks.rows.rank()
+    if spec.name == MASTER:
+        return frame.parameters.master(i)
     if spec.per in VALUES:
-        return spec.part(algorithm.frame, i)
+        return spec.part(frame, i)
     kept = spec.tensor
     return kept[..., i] if spec.per == "tensor" else kept
 
 
-def _distributed(algorithm: Algorithm, spec: StateTensor, i: int, part: Tensor) -> Tensor:
+def _distributed(frame: Frame, spec: StateTensor, i: int, part: Tensor) -> Tensor:
     """Return what all replicas have alike, distributed over the shards."""
     if not spec.by_parameter:
-        return algorithm.frame.ranks.rows.of_each_shard(part)
-    return algorithm.frame.parameters.published(part, i) if spec.per == "element" else part
+        return frame.ranks.rows.of_each_shard(part)
+    return frame.parameters.published(part, i) if spec.per == "element" else part
 
 
-def _shape(algorithm: Algorithm, spec: StateTensor, i: int, header: Header) -> tuple[int, ...]:
+def _shape(frame: Frame, spec: StateTensor, i: int, header: Header) -> tuple[int, ...]:
     """Return the shape of this rank's part in a checkpoint with this header."""
     if spec.per == "element":
-        return tuple(algorithm.frame.parameters.params[i].shape)
+        return tuple(frame.parameters.params[i].shape)
     if spec.per == "tensor":
         return tuple(spec.tensor.shape[:-1])
     if spec is RANK:
@@ -165,19 +148,18 @@ def _shape(algorithm: Algorithm, spec: StateTensor, i: int, header: Header) -> t
     return (int(header["line"]) // int(per[spec.per]),)
 
 
-def _may_lack(algorithm: Algorithm, spec: StateTensor, header: Header) -> bool:
+def _may_lack(frame: Frame, spec: StateTensor, header: Header) -> bool:
     """Return whether a checkpoint may be without: AdamW's has nothing of LAMB's per tensor, or of rounds."""
-    if spec.name == "master":
+    if spec.name == MASTER:
         return True
-    if algorithm.frame.wrote(header):
+    if frame.wrote(header):
         return not spec.is_in(header)
     return spec.optional or (spec.per == "tensor" and not is_compressed(header))
 
 
-def _check_entry(algorithm: Algorithm, spec: StateTensor, i: int, states: Sequence[State], header: Header) -> None:
-    frame = algorithm.frame
-    value, expected = states[i][spec.name], _shape(algorithm, spec, i, header)
-    of_rank = has_row_of_each(algorithm, spec, header)
+def _check_entry(frame: Frame, spec: StateTensor, i: int, states: Sequence[State], header: Header) -> None:
+    value, expected = states[i][spec.name], _shape(frame, spec, i, header)
+    of_rank = has_row_of_each(frame, spec, header)
     if not isinstance(value, Tensor):
         raise TypeError(f"{spec.name} in the checkpoint must be a tensor, got {type(value).__name__}")
     if spec.by_parameter and (shape := tuple(local(value).shape)[2 * of_rank :]) != expected:
@@ -194,10 +176,9 @@ def _check_entry(algorithm: Algorithm, spec: StateTensor, i: int, states: Sequen
         frame.ranks.rows.check(value, states[0][RANK.name], header["world_size"])
 
 
-def _for_this_rank(algorithm: Algorithm, spec: StateTensor, rows: Tensor, header: Header) -> Tensor:
+def _for_this_rank(frame: Frame, spec: StateTensor, rows: Tensor, header: Header) -> Tensor:
     """Return what this rank takes of what was saved."""
-    frame = algorithm.frame
-    if not has_row_of_each(algorithm, spec, header):
+    if not has_row_of_each(frame, spec, header):
         if spec.by_parameter:
             return local(rows)
         return _cut(_found(frame.ranks.rows.own_of_shard(rows)), spec.tensor.numel())
@@ -206,27 +187,21 @@ def _for_this_rank(algorithm: Algorithm, spec: StateTensor, rows: Tensor, header
         return _found(frame.ranks.rows.own(rows))
     if spec.by_parameter:
         return frame.ranks.rows.mean(rows, header["world_size"])
-    return (_share if spec.per == "chunk" else _mean)(algorithm, rows, header)
+    return (_share if spec.per == "chunk" else _mean)(frame, rows, header)
 
 
-def _mean(algorithm: Algorithm, rows: Tensor, header: Header) -> Tensor:
+def _mean(frame: Frame, rows: Tensor, header: Header) -> Tensor:
     """Return the old workers' mean, of which a rank of a node has a part."""
-    frame = algorithm.frame
     inside = frame.cut()["inside"]
     mean = frame.ranks.rows.mean(rows, header["world_size"], header["inside"])
     return _cut(mean, frame.layout.numel).view(inside, -1)[frame.ranks.rows.place[0] % inside]
 
 
-def _share(algorithm: Algorithm, rows: Tensor, header: Header) -> Tensor:
+def _share(frame: Frame, rows: Tensor, header: Header) -> Tensor:
     """Return what this rank serves now: its chunk of each bucket, or of the part that it has of its node's."""
-    frame = algorithm.frame
     nodes, parts = header["world_size"] // header["inside"], header["inside"] * header["buckets"]  # one of them is 1
     in_order = frame.ranks.rows.of_this_shard(rows).view(nodes, parts, -1).transpose(0, 1).reshape(-1)
-    flat, cut, rank = (
-        _cut(in_order, frame.layout.numel),
-        frame.cut(),
-        frame.ranks.rows.place[0],
-    )
+    flat, cut, rank = _cut(in_order, frame.layout.numel), frame.cut(), frame.ranks.rows.place[0]
     inside, world_size = cut["inside"], cut["world_size"]
     if inside > 1:
         return flat.view(inside, world_size // inside, -1)[rank % inside, rank // inside]

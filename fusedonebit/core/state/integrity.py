@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algorithm import Algorithm
+from ..frame import Frame
 from ..sharding import is_dtensor, local
-from . import entries
+from ..state_tensor import StateTensor
 
 CHECKSUMS, BETWEEN = "checksums", "between"
 _SEAL = "crc32"
 _WAY_OUT = "load another checkpoint"
 
 State = Mapping[str, Any]
+Declared = Mapping[str, StateTensor]
+"""What an algorithm may keep, by name."""
 
 
 def crc32(tensor: Tensor) -> int:
@@ -66,14 +68,13 @@ def read_header(text: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- tensors
 
 
-def checksums(algorithm: Algorithm, states: Sequence[State]) -> dict[str, list[int | None]]:
+def checksums(frame: Frame, declared: Declared, states: Sequence[State]) -> dict[str, list[int | None]]:
     """Return the columns of checksums of what this rank saves."""
-    frame = algorithm.frame
     whose = {"rank": int(frame.ranks.rows.rank()), "shards": frame.ranks.shards.count}
     columns: dict[str, list[int | None]] = {}
     for i, state in enumerate(states):
         for key, value in state.items():
-            part = _part(algorithm, i, key, value, whose) if isinstance(value, Tensor) else None
+            part = _part(frame, declared.get(key), value, whose) if isinstance(value, Tensor) else None
             if part is not None:
                 columns.setdefault(key, [None] * len(states))[i] = crc32(part)
     return columns
@@ -116,18 +117,17 @@ def _memories(states: Sequence[State]) -> Iterator[tuple[str, int, Tensor, list[
         yield key, i, memory, gaps
 
 
-def verify(algorithm: Algorithm, states: Sequence[State], header: State) -> None:
+def verify(frame: Frame, declared: Declared, states: Sequence[State], header: State) -> None:
     """Raise ValueError for the first tensor that is not as it was saved.
 
     What another rank has saved can't be told from this rank's header: ``fusedonebit.dcp`` checks that as it reads it.
     """
-    frame = algorithm.frame
     here = frame.parameters.index_of
     trained = header.get("trained", here)
     columns_of = {index: column for column, index in enumerate(trained)}
     places = [columns_of.get(index) for index in here]  # others may have trained
     if trained == here:
-        _verify_between(algorithm, states, header.get(BETWEEN, []))
+        _verify_between(frame.parameters.names, states, header.get(BETWEEN, []))
     for key, column in header.get(CHECKSUMS, {}).items():
         if len(column) != len(trained):
             raise ValueError(
@@ -138,7 +138,7 @@ def verify(algorithm: Algorithm, states: Sequence[State], header: State) -> None
             saved = None if place is None else column[place]
             if saved is None or not isinstance(state.get(key), Tensor):
                 continue
-            part = _part(algorithm, i, key, state[key], header)
+            part = _part(frame, declared.get(key), state[key], header)
             if part is not None and crc32(part) != saved:
                 raise ValueError(
                     f"{key} of {frame.parameters.names[i]} in the checkpoint is damaged: its checksum is "
@@ -147,7 +147,7 @@ def verify(algorithm: Algorithm, states: Sequence[State], header: State) -> None
                 )
 
 
-def _verify_between(algorithm: Algorithm, states: Sequence[State], saved: Sequence[Sequence[Any]]) -> None:
+def _verify_between(names: Sequence[str], states: Sequence[State], saved: Sequence[Sequence[Any]]) -> None:
     if not saved:
         return
     now = {tuple(found[:4]): found[4] for found in between(states)}
@@ -156,16 +156,15 @@ def _verify_between(algorithm: Algorithm, states: Sequence[State], saved: Sequen
         here = now.get((key, i, *size), expected)
         if here != expected:
             raise ValueError(
-                f"the memory of {key} of {algorithm.frame.parameters.names[i]} in the checkpoint is damaged: its "
+                f"the memory of {key} of {names[i]} in the checkpoint is damaged: its "
                 f"checksum is {here:08x}, that of what was saved {expected:08x}; {_WAY_OUT}"
             )
 
 
-def _part(algorithm: Algorithm, i: int, key: str, value: Tensor, header: State) -> Tensor | None:
+def _part(frame: Frame, spec: StateTensor | None, value: Tensor, header: State) -> Tensor | None:
     """Return what the header's checksum is of; None if that is not here."""
-    rows, shards = algorithm.frame.ranks.rows, algorithm.frame.ranks.shards.count
+    rows, shards = frame.ranks.rows, frame.ranks.shards.count
     mine = header["rank"] == int(rows.rank()) and header["shards"] == shards
-    spec = entries.declared(algorithm).get(key)
     if spec is not None and spec.of_rank:
         return rows.own(value) if mine else None
     whole = header["shards"] == shards == 1
@@ -178,10 +177,10 @@ def _part(algorithm: Algorithm, i: int, key: str, value: Tensor, header: State) 
     return part if whole or is_dtensor(value) or part.dim() == 0 else None
 
 
-def check_values(algorithm: Algorithm, states: Sequence[State], header: State) -> None:
+def check_values(frame: Frame, declared: Declared, states: Sequence[State], header: State) -> None:
     """Raise ValueError for the first tensor with values that no run can have had."""
-    signs = {name: kept.not_negative for name, kept in entries.declared(algorithm).items()} | {"exp_avg_sq": True}
-    for state, name in zip(states, algorithm.frame.parameters.names, strict=True):
+    signs = {name: kept.not_negative for name, kept in declared.items()} | {"exp_avg_sq": True}
+    for state, name in zip(states, frame.parameters.names, strict=True):
         for key, value in state.items():
             if key == "step":
                 _check_step(value, name)

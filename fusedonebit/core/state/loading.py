@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +12,34 @@ from torch import Tensor
 from ...comm import CollectiveError
 from ...comm.agreement import Fact
 from ...errors import warn
+from ..algorithm import Algorithm
 from ..consensus import failure
-from ..header import BASE, KEY, check_each, damaged, is_compressed
+from ..frame import Frame
+from ..header import KEY, Fields, is_compressed
 from ..options import OF_GROUPS, numbers
 from ..sharding import local
+from ..state_tensor import StateTensor
 from . import entries, integrity
 from .owner import Owner
-from .saving import FORMAT, State, by_parameter, call_hooks, header_of, masks, numerics
+from .saving import State, by_parameter, call_hooks, header_of, numerics
 
 ADAMW = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that was examined.
+
+    Attributes:
+        header: What it says of itself; of AdamW's made up.
+        states: What it has of each parameter.
+        facts: What must be equal on all ranks.
+    """
+
+    header: State
+    states: Sequence[State]
+    facts: list[Fact]
 
 
 def load(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
@@ -28,25 +47,30 @@ def load(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
 
     A hook that raises on one rank is an error on all: none goes on as if it had loaded what that one has not.
     """
-    frame = optimizer.frame
-    header: State = {}
-    states: Sequence[State] = []
-    facts: list[Fact] = []
+    frame, algorithm = optimizer.frame, optimizer.algorithm
+    checkpoint = Checkpoint({}, [], [])
     error: Exception | None = None
     try:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        verified = _verified_before_hooks(optimizer, state_dict)
+        # Hooks are about to change tensors on purpose.
+        hooked = bool(vars(optimizer)["_optimizer_load_state_dict_pre_hooks"])
+        verified = hooked and _verified(frame, algorithm.declared(), state_dict)
         state_dict = call_hooks(optimizer, "load_state_dict_pre", dict(state_dict))
-        header, states, facts = _examined(optimizer, state_dict, verified)
+        checkpoint = examine(algorithm, optimizer.check_group, state_dict, verified)
     except CollectiveError:
         raise
     except Exception as caught:
         error = caught
+    header, _, facts = checkpoint
     frame.ranks.agree(facts, _moment(header), error, "load, on every rank, the checkpoint of the same moment")
     try:
         with frame.steps.whole("load_state_dict()"):
-            _take_up(optimizer, state_dict, header, states)
+            optimizer.param_groups = _groups_like(frame, state_dict["param_groups"])
+            frame.given_block_size = header.get("block_size") if is_compressed(header) else None
+            optimizer.state.clear()
+            optimizer.build()
+            restore(optimizer, state_dict, checkpoint)
     except Exception as caught:
         error = caught
     if error is None:
@@ -56,121 +80,56 @@ def load(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
     frame.ranks.agree([], [], error, "load_state_dict() did not end well there: load on all ranks anew")
 
 
-def take_state(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
-    """Fill a new optimizer, laid out as the one that was saved, without asking the other ranks."""
-    header, states, _ = _examined(optimizer, state_dict)
-    _restore(optimizer, state_dict, header, states)
-
-
-def check_header(optimizer: Owner, header: State) -> None:
-    """Raise ValueError if this optimizer can't go on from a checkpoint with this header."""
-    frame = optimizer.frame
-    if header.get("format", FORMAT) != FORMAT:
-        raise ValueError(f"checkpoint format must be {FORMAT}, got {header['format']}; use the version that wrote it")
-    _check_fields(optimizer, header)
-    writer = header.get("algorithm", "one of torch.optim")
-    if writer != frame.name and not optimizer.algorithm.continues:
-        raise ValueError(f"the checkpoint must be of {frame.name}, got {writer}")
-    optimizer.algorithm.check_values(header)
-    if not is_compressed(header):
-        return
-    own = {
-        "algorithm": frame.name,
-        "shards": frame.ranks.shards.count,
-        "block_size": frame.options.block_size or header["block_size"],
-        "strides": frame.parameters.strides(),
-    }
-    way_out = {
-        "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
-        "block_size": "pass that as Wire(block_size=...), or none",
-    }
-    for key, value in own.items():
-        if header[key] != value:
-            hint = way_out.get(key, "construct the model and the optimizer as they were")
-            raise ValueError(f"the checkpoint's {key} is {header[key]}, but here it is {value}; {hint}")
-    if other := _masked_otherwise(optimizer, header):
-        raise ValueError(
-            f"the checkpoint was written with another mask for {', '.join(other)}, which can only be changed in the "
-            "warm-up: there is no variance, and no sign, of what a mask has kept still. Construct the optimizer with "
-            "the same Numerics(mask=...), or begin anew from the model alone (OneBitAdam and OneBitLamb: with the "
-            "checkpoint as Freeze(step=0, warm_start=...))"
-        )
-
-
 # ---------------------------------------------------------------- checks
 
 
-def _check_fields(optimizer: Owner, header: State) -> None:
-    """Raise ValueError for the first thing that a header can't say, of any optimizer of this package."""
-    must, own = ["phase", "updates", "skipped"], optimizer.frame.wrote(header)  # then all must be there that it reads
-    if own and (is_compressed(header) or not any(optimizer.algorithm.phases.values())):
-        must += [key for key, field in optimizer.algorithm.fields().items() if field.required]
-    for key in must:
-        if key not in header:
-            raise ValueError(f"the checkpoint's header is damaged: it lacks {key}; load another checkpoint")
-    check_each(header, BASE | {key: field.rule for key, field in optimizer.algorithm.fields().items()}, "")
-    if own:
-        _check_own(optimizer, header)
-
-
-def _check_own(optimizer: Owner, header: State) -> None:
-    if header.get("trained") and "step" not in header.get("names", ["step"]):
-        damaged("names", "have step", header["names"])
-    tensors, groups = len(optimizer.frame.parameters), len(optimizer.param_groups)
-    for key, field in optimizer.algorithm.fields().items():
-        told = header.get(key)
-        if not field.one_per or not isinstance(told, list):
-            continue
-        if field.one_per == "index" and any(index >= tensors for index in told):
-            damaged(key, f"be below {tensors}", told)
-        if field.one_per != "index" and len(told) != (expected := groups if field.one_per == "group" else tensors):
-            damaged(key, f"have {expected} values", told)
-    phases = optimizer.algorithm.phases
-    compressed = tensors > 0 and phases.get(header["phase"], False)  # where nothing trains there are none
-    if header["phase"] not in phases or header.get("lines", compressed) != compressed:
-        got = f"{header['phase']!r} with lines={header.get('lines')}"
-        damaged("phase", f"be one of {', '.join(phases)}", got)
-
-
-def _verified_before_hooks(optimizer: Owner, state_dict: Mapping[str, Any]) -> bool:
-    """Return whether tensors are as they were saved, where hooks are about to change them on purpose.
+def _verified(frame: Frame, declared: integrity.Declared, state_dict: Mapping[str, Any]) -> bool:
+    """Return whether tensors are as they were saved; raise ValueError if not.
 
     What only a hook makes a checkpoint of ours is looked at after it.
     """
-    if (
-        not vars(optimizer)["_optimizer_load_state_dict_pre_hooks"]
-        or not {"state", "param_groups"} <= state_dict.keys()
-    ):
-        return False
-    header = header_of(state_dict)
+    header = header_of(state_dict) if {"state", "param_groups"} <= state_dict.keys() else None
     if header is None or integrity.CHECKSUMS not in header:
         return False
     try:
-        states = integrity.of_names(by_parameter(optimizer.frame, state_dict), header["names"])
+        states = integrity.of_names(by_parameter(frame, state_dict), header["names"])
     except (KeyError, IndexError, TypeError, AttributeError):
         return False
-    groups = state_dict["param_groups"], optimizer.param_groups
-    saved, here = ([len(group["params"]) for group in several] for several in groups)
-    if saved != here:
+    if _lengths(state_dict["param_groups"]) != _lengths(frame.groups):
         return False  # of another model, which a hook may fit to this one
-    integrity.verify(optimizer.algorithm, states, header)
+    integrity.verify(frame, declared, states, header)
     return True
 
 
-def _examined(
-    optimizer: Owner, state_dict: Mapping[str, Any], verified: bool = False
-) -> tuple[State, Sequence[State], list[Fact]]:
-    """Return the header, each parameter's state, and what must be equal on all ranks; raise for bad ones."""
+def _lengths(groups: Groups) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def examine(
+    algorithm: Algorithm, check_group: Callable[..., None], state_dict: Mapping[str, Any], verified: bool = False
+) -> Checkpoint:
+    """Return a checkpoint with which an algorithm can go on; raise TypeError or ValueError for another.
+
+    ``check_group`` is the optimizer's; of what is ``verified`` no checksums are compared.
+    """
+    frame, declared = algorithm.frame, algorithm.declared()
     told: State | None = None
     states: Sequence[State] = ()
     try:
         told = header_of(state_dict)
-        _check_groups(optimizer, state_dict, of_adamw=told is None and "betas" in optimizer.frame.hyper.names)
-        states = by_parameter(optimizer.frame, state_dict)
-        header = _check(optimizer, told, states, verified)
-        return header, states, _facts(optimizer, states, header)
+        _check_groups(frame, check_group, state_dict["param_groups"], told is None and "betas" in frame.hyper.names)
+        states = by_parameter(frame, state_dict)
+        header = _completed(told, states)
+        algorithm.check_header(header)
+        _warn(frame, header)
+        entries.check(frame, algorithm.kept(is_compressed(header)), states, header)
+        ours = integrity.of_names(states, header["names"])
+        if not verified:
+            integrity.verify(frame, declared, ours, header)
+        integrity.check_values(frame, declared, ours, header)
+        return Checkpoint(header, states, _facts(frame, declared, ours, header))
     except KeyError as caught:
-        raise ValueError(f"state_dict lacks the key {caught}; {_why_lacking(optimizer, told, states)}") from caught
+        raise ValueError(f"state_dict lacks the key {caught}; {_why_lacking(frame, told, states)}") from caught
     except (TypeError, ValueError):
         raise
     except Exception as caught:
@@ -179,8 +138,7 @@ def _examined(
         ) from caught
 
 
-def _why_lacking(optimizer: Owner, header: State | None, states: Sequence[State]) -> str:
-    frame = optimizer.frame
+def _why_lacking(frame: Frame, header: State | None, states: Sequence[State]) -> str:
     name = frame.name
     if header is None:
         return f"load the state_dict() of {name}, or of an optimizer that it can go on from"
@@ -198,79 +156,54 @@ def _why_lacking(optimizer: Owner, header: State | None, states: Sequence[State]
     )
 
 
-def _check(optimizer: Owner, header: State | None, states: Sequence[State], verified: bool) -> State:
-    """Return the header, made up for a checkpoint of AdamW. Sum tensors up unless that was done."""
-    frame = optimizer.frame
+def _completed(header: State | None, states: Sequence[State]) -> State:
+    """Return the header, made up for a checkpoint of AdamW."""
     if header is None:
         updates = max((int(state["step"]) for state in states if state), default=0)
-        header = {"phase": "warmup", "updates": updates, "skipped": 0, "names": list(ADAMW)}
-    if "names" not in header:  # before it named them, only the optimizer's own were saved
-        header = {**header, "names": sorted({name for state in states for name in state})}
-    check_header(optimizer, header)
-    compressed = is_compressed(header)
-    if compressed:
-        _warn_of_options(optimizer, header)
-    elif "masks" in header and (other := _masked_otherwise(optimizer, header)):
+        return {"phase": "warmup", "updates": updates, "skipped": 0, "names": list(ADAMW)}
+    if "names" in header:
+        return header
+    # Before it named them, only the optimizer's own were saved.
+    return {**header, "names": sorted({name for state in states for name in state})}
+
+
+def _warn(frame: Frame, header: State) -> None:
+    """Warn of what is not as it was, where training can go on."""
+    if is_compressed(header):
+        here = numerics(frame)
+        for name, was in header["options"].items():
+            if (now := here.get(name)) != was:
+                warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
+    elif "masks" in header and (other := frame.masked_otherwise(header)):
         warn(
             f"the checkpoint was written with another mask for {', '.join(other)}: what is masked now loses its "
             "momentum and its variance, what was masked begins with none"
         )
-    trained = header["trained"] if frame.wrote(header) and "trained" in header else ()
-    # AdamW has none for a parameter that never had a gradient, nor have we for one that was frozen.
-    places = zip(states, frame.parameters.index_of, strict=True)
-    required = {i for i, (state, index) in enumerate(places) if state or compressed or index in trained}
-    entries.check(optimizer.algorithm, states, header, required)
-    ours = integrity.of_names(states, header["names"])
-    if not verified:
-        integrity.verify(optimizer.algorithm, ours, header)
-    integrity.check_values(optimizer.algorithm, ours, header)
-    return header
 
 
-def _check_groups(optimizer: Owner, state_dict: Mapping[str, Any], of_adamw: bool) -> None:
-    saved, own = state_dict["param_groups"], optimizer.param_groups
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in own]:
-        raise ValueError(
-            f"checkpoint of another model: its groups have {[len(g['params']) for g in saved]} parameters, "
-            f"this optimizer's {[len(g['params']) for g in own]}"
-        )
+def _check_groups(frame: Frame, check_group: Callable[..., None], saved: Groups, of_adamw: bool) -> None:
+    if (theirs := _lengths(saved)) != (own := _lengths(frame.groups)):
+        raise ValueError(f"checkpoint of another model: its groups have {theirs} parameters, this optimizer's {own}")
     for number, group in enumerate(saved):
         if of_adamw and "betas" not in group:
             keys = ", ".join(key for key in group if key != "params")
             raise ValueError(
                 f"state_dict must be of fusedonebit or torch.optim.AdamW, but group {number} has no betas, only {keys}"
             )
-    for number, group in enumerate(_merged_groups(optimizer, saved)):
-        optimizer.check_group(numbers(group), f"group {number} of the checkpoint")
+    for number, group in enumerate(_merged(frame, saved)):
+        check_group(numbers(group), f"group {number} of the checkpoint")
         if group.get("amsgrad"):
             raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
             raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
 
 
-def _merged_groups(optimizer: Owner, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _merged(frame: Frame, saved: Groups) -> list[dict[str, Any]]:
     """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
-    foreign = {*OF_GROUPS, KEY, "added_at"} - set(optimizer.frame.hyper.names)
-    own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in optimizer.param_groups]
+    foreign = {*OF_GROUPS, KEY, "added_at"} - set(frame.hyper.names)
+    own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in frame.groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
-
-
-def _masked_otherwise(optimizer: Owner, header: State) -> list[str]:
-    """Return the parameters of which a checkpoint had another mask; of shards nothing is known."""
-    frame = optimizer.frame
-    if frame.ranks.shards.count > 1:
-        return []
-    was, now = header.get("masks", {}), masks(optimizer.frame)
-    return [name for i, name in enumerate(frame.parameters.names) if was.get(str(i)) != now.get(str(i))]
-
-
-def _warn_of_options(optimizer: Owner, header: State) -> None:
-    here = numerics(optimizer.frame)
-    for name, was in header["options"].items():
-        now = here.get(name)
-        if now != was:
-            warn(f"the checkpoint was written with {name}={was!r}; training goes on with {name}={now!r}")
 
 
 def _moment(header: State) -> list[Fact]:
@@ -278,12 +211,12 @@ def _moment(header: State) -> list[Fact]:
     return [(f"the checkpoint's {key}", str(header.get(key))) for key in keys]
 
 
-def _facts(optimizer: Owner, states: Sequence[State], header: State) -> list[Fact]:
-    facts, specs = _moment(header), entries.declared(optimizer.algorithm)
-    own = {name for name, spec in specs.items() if entries.has_row_of_each(optimizer.algorithm, spec, header)}
-    for state, name in zip(states, optimizer.frame.parameters.names, strict=True):
+def _facts(frame: Frame, declared: integrity.Declared, ours: Sequence[State], header: State) -> list[Fact]:
+    facts = _moment(header)
+    own = {name for name, spec in declared.items() if entries.has_row_of_each(frame, spec, header)}
+    for state, name in zip(ours, frame.parameters.names, strict=True):
         for key, value in state.items():
-            if isinstance(value, Tensor) and key in header["names"] and key not in own:
+            if isinstance(value, Tensor) and key not in own:
                 facts.append((f"the checksum of {key} of {name}", f"{integrity.crc32(local(value)):08x}"))
     return facts
 
@@ -291,40 +224,44 @@ def _facts(optimizer: Owner, states: Sequence[State], header: State) -> list[Fac
 # ---------------------------------------------------------------- taking up
 
 
-def _take_up(optimizer: Owner, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
-    # Groups of another optimizer, such as AdamW, lack some of this one's hyper-parameters.
-    _take_groups(optimizer, _merged_groups(optimizer, state_dict["param_groups"]))
-    optimizer.param_groups[0][KEY] = ""  # of groups, torch's unflattening takes up only what is there
-    optimizer.frame.given_block_size = header.get("block_size") if is_compressed(header) else None
-    optimizer.state.clear()
-    optimizer.build()
-    _restore(optimizer, state_dict, header, states)
-
-
-def _take_groups(optimizer: Owner, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Replace ``param_groups`` by a copy of saved ones, but for their parameters."""
+def _groups_like(frame: Frame, saved: Groups) -> list[dict[str, Any]]:
+    """Return a copy of saved groups, but for their parameters, with what they lack: AdamW's lack some of ours."""
     groups = []
-    for own, theirs in zip(optimizer.param_groups, saved, strict=True):
+    for own, theirs in zip(frame.groups, _merged(frame, saved), strict=True):
         group = {**deepcopy({key: value for key, value in theirs.items() if key != "params"}), "params": own["params"]}
         if "param_names" in own:
             group.setdefault("param_names", own["param_names"])
         groups.append(group)
-    optimizer.param_groups = groups
+    groups[0][KEY] = ""  # of groups, torch's unflattening takes up only what is there
+    return groups
 
 
-def _restore_others(optimizer: Owner, state_dict: Mapping[str, Any], known: Collection[str]) -> None:
-    """Put into ``state`` what a checkpoint has of no parameter, and what of parameters is not ``known``."""
+def restore(optimizer: Owner, state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Fill an optimizer that is laid out as the one that was saved; it asks no other rank."""
+    frame, states, saved = optimizer.frame, checkpoint.states, state_dict["param_groups"]
+    with torch.no_grad():
+        header = _take_counts(frame, optimizer.algorithm.fields(), states, checkpoint.header, saved)
+        optimizer.algorithm.load(header)
+        entries.fill(frame, optimizer.algorithm.kept(is_compressed(header)), states, header)
+        if not is_compressed(header) and "masks" in header and frame.masked_otherwise(header):
+            _forget_masked(frame, optimizer.algorithm.kept(False))
+        optimizer.algorithm.loaded(header)
+        optimizer.publish_state()
+    names = [name for group in saved for name in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [name for group in state_dict["param_groups"] for name in group["params"]]
-    owner = dict(zip(names, params, strict=True))
-    for key, value in state_dict["state"].items():
-        if key not in owner:
-            optimizer.state[key] = value
+    _restore_others(optimizer.state, state_dict["state"], dict(zip(names, params, strict=True)), header["names"])
+
+
+def _restore_others(state: Any, saved: Mapping[Any, Any], params: Mapping[Any, Tensor], known: Collection[str]) -> None:
+    """Put into ``state`` what a checkpoint has of none of the ``params``, and what of these is not ``known``."""
+    for key, value in saved.items():
+        if key not in params:
+            state[key] = value
         elif isinstance(value, Mapping):
-            p = owner[key]
+            p = params[key]
             others = {name: _moved(entry, p) for name, entry in value.items() if name not in known}
             if others:
-                optimizer.state[p] = {**optimizer.state.get(p, {}), **others}
+                state[p] = {**state.get(p, {}), **others}
 
 
 def _moved(value: Any, param: Tensor) -> Any:
@@ -332,36 +269,21 @@ def _moved(value: Any, param: Tensor) -> Any:
     return value.to(param.device) if isinstance(value, Tensor) else deepcopy(value)
 
 
-def _restore(optimizer: Owner, state_dict: Mapping[str, Any], header: State, states: Sequence[State]) -> None:
-    with torch.no_grad():
-        _fill(optimizer, states, header, state_dict["param_groups"])
-    _restore_others(optimizer, state_dict, header["names"])
-
-
-def _fill(optimizer: Owner, states: Sequence[State], header: State, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    frame = optimizer.frame
+def _take_counts(frame: Frame, fields: Fields, states: Sequence[State], header: State, saved: Groups) -> State:
+    """Take up how often all, and each parameter, were updated; return the header with its own counts of each."""
     frame.steps.outcomes.resume(header["updates"], header["skipped"])
     frame.steps.count.resume(header.get("steps", header["updates"] + header["skipped"]))
     frame.steps.just_loaded = True
     frame.steps.updates.fill_(header["updates"])
     # Before each parameter had counts of its own, a group that was added later shared the others', less this.
-    added = [saved_groups[group].get("added_at", 0) for group in frame.parameters.group_of]
+    added = [saved[group].get("added_at", 0) for group in frame.parameters.group_of]
     steps = [_steps(state) - before for state, before in zip(states, added, strict=True)]
     frame.steps.of_each.copy_(torch.tensor(steps, dtype=torch.float64))
-    if any(added):
-        shared = header.keys() & {
-            key for key, field in optimizer.algorithm.fields().items() if field.one_per == "updates"
-        }
-        header = {**header, **{key: [header[key] - before for before in added] for key in shared}}
     frame.ranks.transport.traffic.bytes_total = header.get("bytes_total", 0)
-    optimizer.algorithm.load(header)
-    compressed = is_compressed(header)
-    for spec, i in entries.of(optimizer.algorithm, compressed, header["names"]):
-        entries.take(optimizer.algorithm, spec, i, states[i], header)
-    if not compressed and "masks" in header and _masked_otherwise(optimizer, header):
-        _forget_masked(optimizer)
-    optimizer.algorithm.loaded(header)
-    optimizer.publish_state()
+    if not any(added):
+        return header
+    shared = header.keys() & {key for key, field in fields.items() if field.one_per == "updates"}
+    return {**header, **{key: [header[key] - before for before in added] for key in shared}}
 
 
 def _steps(state: State) -> float:
@@ -369,9 +291,9 @@ def _steps(state: State) -> float:
     return float(local(torch.as_tensor(state["step"]))) if "step" in state else 0.0
 
 
-def _forget_masked(optimizer: Owner) -> None:
+def _forget_masked(frame: Frame, kept: Sequence[StateTensor]) -> None:
     """Clear the moments of what a mask keeps still now: sums over a whole buffer must not find them."""
-    live = optimizer.frame.live.mask()
-    for kept in optimizer.algorithm.kept(False):
-        if kept.wanted and kept.per == "element" and not kept.holds_parameters:
-            kept.tensor.masked_fill_(~live, 0.0)
+    live = frame.live.mask()
+    for each in kept:
+        if each.wanted and each.per == "element" and not each.holds_parameters:
+            each.tensor.masked_fill_(~live, 0.0)

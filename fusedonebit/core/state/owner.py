@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..algorithm import Algorithm
@@ -15,8 +14,6 @@ class Owner(Hooked, Protocol):
 
     Attributes:
         published: Names of entries of ``state`` that are ours.
-        expected_header: In a tuple, the header of a checkpoint that is about to be loaded, None of AdamW's.
-        sums_up: Whether a checkpoint gets checksums of its tensors.
     """
 
     frame: Frame
@@ -25,8 +22,6 @@ class Owner(Hooked, Protocol):
     state: Any
     param_groups: list[dict[str, Any]]
     published: set[str]
-    expected_header: tuple[Mapping[str, Any] | None] | None
-    sums_up: bool
 
     def build(self) -> None:
         """Lay out the parameters and allocate all state."""

@@ -19,21 +19,19 @@ can be: copy or save them before the next step. Saving settles the deferred resi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...comm import checksum
 from ..frame import Frame
-from ..header import KEY, is_compressed
+from ..header import FORMAT, KEY, is_compressed
 from ..options import stated
+from ..state_tensor import StateTensor
 from . import entries, integrity
 from .integrity import read_header
 from .owner import Owner
-
-FORMAT = 2
 
 State = Mapping[str, Any]
 
@@ -52,64 +50,66 @@ def call_hooks(optimizer: Owner, kind: str, *state_dict: Any) -> Any:
 
 def save(optimizer: Owner) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
-    frame = optimizer.frame
+    frame, algorithm = optimizer.frame, optimizer.algorithm
     frame.steps.refuse_if_broken()
-    optimizer.algorithm.catch_up()
-    optimizer.algorithm.prepare_to_save()
-    packed = _packed(optimizer)
+    algorithm.catch_up()
+    algorithm.prepare_to_save()
+    packed = packed_of(optimizer.param_groups, optimizer.state)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
     own = [states[index] for index in frame.parameters.index_of]
-    header = _header(optimizer)
+    header = _header(frame, algorithm.phase, algorithm.compressed, algorithm.values())
     for state in own:
         for name in optimizer.published - {"step"}:
             state.pop(name, None)
         # A tensor of its own for each: AdamW counts each up, and a shared one many times.
         state["step"] = state["step"].clone()
     names = {"step"} if own else set()
-    for spec, i in entries.of(optimizer.algorithm, optimizer.algorithm.compressed):
+    for spec, i in entries.of(frame, algorithm.kept()):
         if spec.is_in(header):
-            own[i][spec.name] = entries.saved(optimizer.algorithm, spec, i)
+            own[i][spec.name] = entries.saved(frame, spec, i)
             names.add(spec.name)
     header["names"] = sorted(names)
     packed["state"] = states
-    _seal(optimizer, packed, header, own)
+    _seal(frame, algorithm.declared(), packed, header, own)
     return packed
 
 
-def _packed(optimizer: Owner) -> dict[str, Any]:
+def packed_of(param_groups: Sequence[dict[str, Any]], state_of: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what ``torch.optim.Optimizer.state_dict`` does, but call no hooks: numbers stand for parameters."""
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
     start = 0
-    for group in optimizer.param_groups:
+    for group in param_groups:
         for number, p in enumerate(group["params"], start):
             numbers.setdefault(id(p), number)
         start += len(group["params"])
         groups.append({**group, "params": [numbers[id(p)] for p in group["params"]]})
-    state = {numbers[id(key)] if isinstance(key, Tensor) else key: value for key, value in optimizer.state.items()}
+    state = {numbers[id(key)] if isinstance(key, Tensor) else key: value for key, value in state_of.items()}
     return {"state": state, "param_groups": groups}
 
 
-def _seal(optimizer: Owner, packed: Mapping[str, Any], header: State, own: Sequence[State]) -> None:
+def _seal(
+    frame: Frame, declared: integrity.Declared, packed: Mapping[str, Any], header: State, own: Sequence[State]
+) -> None:
     """Write the header, with the checksums of what parameters have of the optimizer's own."""
-    if optimizer.sums_up:
+    if frame.sums_up:
         summed = integrity.of_names(own, header["names"])
         header = {
             **header,
-            integrity.CHECKSUMS: integrity.checksums(optimizer.algorithm, summed),
+            integrity.CHECKSUMS: integrity.checksums(frame, declared, summed),
             integrity.BETWEEN: integrity.between(summed),
         }
     packed["param_groups"][0][KEY] = integrity.sealed(header)
 
 
-def seal_again(optimizer: Owner, saved: dict[str, Any]) -> dict[str, Any]:
+def seal_again(frame: Frame, declared: integrity.Declared, saved: dict[str, Any]) -> dict[str, Any]:
     """Sum up what hooks have made of a ``state_dict``, unless that is none of ours any more."""
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         return saved
     header = header_of(saved)
     if header is not None and integrity.CHECKSUMS in header:
-        _seal(optimizer, saved, header, by_parameter(optimizer.frame, saved))
+        _seal(frame, declared, saved, header, by_parameter(frame, saved))
     return saved
 
 
@@ -136,14 +136,17 @@ def by_parameter(frame: Frame, state_dict: Mapping[str, Any]) -> list[State]:
     return [state_dict["state"].get(names[index], {}) for index in frame.parameters.index_of]
 
 
-def template(optimizer: Owner, header: State | None) -> dict[str, Any]:
-    """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill."""
-    frame = optimizer.frame
-    packed = _packed(optimizer)
+def template(
+    frame: Frame, kept: Callable[[bool], Sequence[StateTensor]], packed: dict[str, Any], header: State | None
+) -> dict[str, Any]:
+    """Make room for a checkpoint with this header, None of AdamW's, for ``torch.distributed.checkpoint`` to fill.
+
+    ``kept`` tells what there is in a compressed stage, or in another; ``packed`` is what ``packed_of`` has returned.
+    """
     states = {index: {"step": torch.zeros((), dtype=torch.float64)} for index in frame.parameters.index_of}
     told = header or {}
-    for spec, i in entries.of(optimizer.algorithm, bool(header) and is_compressed(told), told.get("names", ())):
-        states[frame.parameters.index_of[i]][spec.name] = entries.room(optimizer.algorithm, spec, i, header)
+    for spec, i in entries.of(frame, kept(bool(header) and is_compressed(told)), told.get("names", ())):
+        states[frame.parameters.index_of[i]][spec.name] = entries.room(frame, spec, i, header)
     packed["state"] = states
     packed["param_groups"][0][KEY] = ""
     return packed
@@ -154,21 +157,13 @@ def numerics(frame: Frame) -> dict[str, Any]:
     return {name: _plain(getattr(frame.options, name)) for name in frame.options.told}
 
 
-def masks(frame: Frame) -> dict[str, int]:
-    """Return checksums of the masks by parameter; of shards, which differ, none."""
-    given, owners = frame.masks, enumerate(frame.parameters.owners)
-    whole = frame.ranks.shards.count == 1
-    return {str(i): checksum(given[p].contiguous()) for i, p in owners if p in given and whole}
-
-
-def _header(optimizer: Owner) -> dict[str, Any]:
-    frame = optimizer.frame
+def _header(frame: Frame, phase: str, compressed: bool, values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "algorithm": frame.name,
         "trained": list(frame.parameters.index_of),
-        "phase": optimizer.algorithm.phase,
-        "lines": optimizer.algorithm.compressed and bool(frame.parameters.owners),
+        "phase": phase,
+        "lines": compressed and bool(frame.parameters.owners),
         "updates": frame.steps.outcomes.updates,
         "steps": frame.steps.count.total,
         "skipped": frame.steps.outcomes.skipped,
@@ -177,11 +172,11 @@ def _header(optimizer: Owner) -> dict[str, Any]:
         "block_size": frame.layout.block_size,
         "line": frame.layout.numel,
         "strides": frame.parameters.strides(),
-        "masks": masks(optimizer.frame),
-        "options": numerics(optimizer.frame),
+        "masks": frame.sums_of_masks(),
+        "options": numerics(frame),
         "bytes_total": frame.ranks.transport.traffic.bytes_total,
         **frame.cut(),
-        **optimizer.algorithm.values(),
+        **values,
     }
 
 
