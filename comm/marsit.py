@@ -117,9 +117,9 @@ class MarsitAllReduce(RoundAllReduce):
                 if number == 0:
                     prepare(hop.received)  # line 5: in parallel with receiving
                 pending.wait()
-                self._merge(hop.received, number, stage.lane, position)
+                self._merge(hop.received, number, position)
 
-    def _merge(self, chunks: slice, number: int, lane: int, position: int) -> None:
+    def _merge(self, chunks: slice, number: int, position: int) -> None:
         count = chunks.stop - chunks.start
         if self.kept:  # else this worker has all gradients, and its bits are zeros already
             self.messages.absent[chunks] &= self._arrived.absent[:count]
@@ -128,7 +128,7 @@ class MarsitAllReduce(RoundAllReduce):
             self._arrived.bits[:count],
             # All operands of a stage stand for equally many workers, and this is the one after position + 1 others.
             threshold_of(position + 2),
-            self._draw(number, lane, position, chunks.start),
+            self._draw(number, self._stages[number].lane, position, chunks.start),
             self.messages.words[chunks],
             self._arrived.words[:count],
             CHECKED,

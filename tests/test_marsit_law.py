@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport
-from fusedonebit.ring_topology import Stage
 from fusedonebit.triton_kernels import FlatLayout, unpack
 
 DRAWS = 1 << 20
@@ -94,9 +93,9 @@ def test_a_bit_is_1_as_often_as_the_workers_bits_are_in_every_segment_and_whoeve
 class ByRank(MarsitAllReduce):
     """Counts the workers before this one by its rank, as if every segment began at rank 0; draws as usual."""
 
-    def _merge(self, chunks: slice, number: int, stage: Stage, position: int) -> None:
+    def _merge(self, chunks: slice, number: int, position: int) -> None:
         self._position = position
-        super()._merge(chunks, number, stage, max(0, self.transport.rank - 1))
+        super()._merge(chunks, number, max(0, self.transport.rank - 1))
 
     def _draw(self, number: int, lane: int, position: int, start: int) -> int:
         return super()._draw(number, lane, self._position, start)
@@ -190,9 +189,9 @@ def test_the_same_seed_draws_the_same_bits_again():
 class Noting(MarsitAllReduce):
     """Notes what a row of a torus has made of a segment, before columns go on with it."""
 
-    def _merge(self, chunks: slice, number: int, stage: Stage, position: int) -> None:
-        super()._merge(chunks, number, stage, position)
-        if number == 0 and position == stage.size - 2:
+    def _merge(self, chunks: slice, number: int, position: int) -> None:
+        super()._merge(chunks, number, position)
+        if number == 0 and position == self._stages[number].size - 2:
             self.of_row = self.messages.bits[chunks].clone()
 
 

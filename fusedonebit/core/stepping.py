@@ -10,7 +10,6 @@ from ..triton_kernels.tables import capturing
 from .algorithm import Algorithm
 from .first_contact import NO_GRADIENT, FirstSteps, speaks
 from .frame import Frame, Owner
-from .stage import Stage
 from .under_ddp import warn_of_averages
 
 
@@ -62,49 +61,52 @@ class Stepping:
             checked: Whether the gradients are known to be usable.
         """
         frame = self.frame
-        steps, ddp, plist = frame.steps, frame.under_ddp, frame.parameters
+        steps, plist = frame.steps, frame.parameters
         if steps.broken:
             steps.refuse_if_broken()
-        steps.captured = captured = capturing(frame.device) and self._can_be_captured(algorithm)
-        if frame.options.capturable and not captured:
+        steps.captured = captured = capturing(frame.device)
+        if captured:
+            algorithm.check_captured()
+            self._check_loaded()
+        elif frame.options.capturable:
             steps.outcomes.absorb_replays()
         self.begin(owner, algorithm, captured)
-        stage, traffic, noticed = algorithm.stage, frame.ranks.transport.traffic, {"elsewhere": ddp.elsewhere}
-        steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
-        steps.number = self._take_number(stage, given, params is not None, captured)
-        error: Exception | None = None
-        try:
-            owner.take_hyper_parameters()
-            grads = given if checked else plist.usable(given, frame.nothing)
-        except Exception as caught:
-            error = caught
-        if frame.ranks.model_parallel.groups and not captured:
-            error = frame.compare_replicas(error)
-        if error is not None:  # the others must not wait for this rank: it takes part, and says that it can't go on
-            grads = [frame.nothing] * len(plist)
-        looks = not captured and ddp.elsewhere is not False  # whether DDP averages; once it is known not to, no more
-        saw_averages = looks and ddp.notice(plist.owners, grads, frame.ranks.transport, algorithm.compresses)
+        stage = algorithm.stage
+        self._note()
+        if captured:
+            steps.number = steps.count.capture()
+        else:
+            if steps.count.take(plist.owners, given, compiled=params is not None):
+                stage.check_repeated()
+            steps.number = steps.count.number
+        grads, error = self._usable(owner, given, checked)
         looks = not (captured or self.first_steps.over or error is not None)
-        said: list[str] = []
-        if looks:
-            said = self.first_steps.look(frame, grads, steps.count.added_up, bool(ddp.elsewhere))
+        unasked = not captured and self._averaged_unasked(grads, algorithm.compresses)
+        said = self.first_steps.look(frame, grads, steps.count.added_up, unasked) if looks else []
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         frame.missing = () if error is not None else plist.missing(grads)
         with plist.standing_in(plist.params if params is None else params):
-            coef = self._ready(algorithm, stage)
+            frame.absent = None
+            frame.coefficients.begin(stage.renews and frame.rounding is None)
+            coef = algorithm.table()
+            frame.coefficients.lend()
+            plist.before_update()
             steps.go_on()
             steps.outcomes.attempts += not captured
             with steps.breaking(begun=not captured):
                 flags = stage.step(grads, coef, error is not None)
                 plist.after_update()
-        self._advance(algorithm, stage, flags)
+        self._advance(flags)
+        if frame.ranks.transport.world_size > 1 and not captured:
+            algorithm.compare_state(stage.digest)
+        algorithm.after_step()
         error = algorithm.error_due(error)
         # What replays count comes to the host when one asks.
         known = [] if captured else steps.outcomes.record(stage.known(flags), failed=error is not None)
         if error is not None:
             steps.count.fail()
         steps.end()
-        ddp.averaged = False
+        frame.under_ddp.averaged = False
         if error is not None:
             raise error
         steps.outcomes.act(known, stage.describe)
@@ -112,50 +114,57 @@ class Stepping:
             said.append(NO_GRADIENT)
         if said:
             self.first_steps.say(frame, said)
-        if saw_averages and speaks(frame):
+
+    def _note(self) -> None:
+        """Note what the step has not changed yet, so that one that fails before it moves anything was none."""
+        ddp, traffic = self.frame.under_ddp, self.frame.ranks.transport.traffic
+        noticed = {"elsewhere": ddp.elsewhere}
+        self.frame.steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
+
+    def _usable(
+        self, owner: Owner, given: Sequence[Tensor], checked: bool
+    ) -> tuple[Sequence[Tensor], Exception | None]:
+        """Return this rank's gradients, and what is wrong with them: then there are none.
+
+        The others must not wait for a rank that has an error: it takes part, and says that it can't go on.
+        """
+        frame = self.frame
+        grads, error = given, None
+        try:
+            owner.take_hyper_parameters()
+            grads = given if checked else frame.parameters.usable(given, frame.nothing)
+        except Exception as caught:
+            error = caught
+        if frame.ranks.model_parallel.groups and not frame.steps.captured:
+            error = frame.compare_replicas(error)
+        return (grads if error is None else [frame.nothing] * len(frame.parameters)), error
+
+    def _averaged_unasked(self, grads: Sequence[Tensor], compresses: bool) -> bool:
+        """Count what DDP sends if it averages without our hook, and tell whether it does; say so at the first step."""
+        frame, ddp = self.frame, self.frame.under_ddp
+        if ddp.elsewhere is False:  # as is known once the first step has looked
+            return False
+        if ddp.notice(frame.parameters.owners, grads, frame.ranks.transport, compresses) and speaks(frame):
             warn_of_averages()
+        return bool(ddp.elsewhere)
 
     def _has_nobody(self) -> bool:
         """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""
         absent = self.frame.absent
         return self.frame.ranks.transport.world_size == 1 if absent is None else bool(absent.all())
 
-    def _take_number(self, stage: Stage, given: Sequence[Tensor], compiled: bool, captured: bool) -> int | Tensor:
-        """Count a step on ``given`` gradients, which maybe a compiler passes; return its number in messages."""
-        count = self.frame.steps.count
-        if captured:
-            return count.capture()
-        if count.take(self.frame.parameters.owners, given, compiled):
-            stage.check_repeated()
-        return count.number
-
-    def _can_be_captured(self, algorithm: Algorithm) -> bool:
-        """Return True of a step that a CUDA graph captures; raise RuntimeError if it can't be."""
-        algorithm.check_captured()
+    def _check_loaded(self) -> None:
+        """Raise RuntimeError if a step can't be captured because a checkpoint was just loaded."""
         if self.frame.steps.just_loaded:
             raise RuntimeError(
                 "the first step after load_state_dict() can't be captured in a CUDA graph, since ranks compare their "
                 "parameters in it: take an uncaptured step first"
             )
-        return True
 
-    def _ready(self, algorithm: Algorithm, stage: Stage) -> Tensor:
-        """Return the coefficients of the step that is about to be taken."""
-        frame = self.frame
-        frame.absent = None
-        frame.coefficients.begin(stage.renews and frame.rounding is None)
-        coef = algorithm.table()
-        frame.coefficients.lend()
-        frame.parameters.before_update()
-        return coef
-
-    def _advance(self, algorithm: Algorithm, stage: Stage, flags: Tensor) -> None:
+    def _advance(self, flags: Tensor) -> None:
         """Count the update, unless it was skipped; of tensors only those of which some rank had a gradient."""
         frame, coefficients = self.frame, self.frame.coefficients
         if coefficients.counted:
             coefficients.end()
         else:
             coefficients.advance(flags, *frame.counters())
-        if frame.ranks.transport.world_size > 1 and not frame.steps.captured:
-            algorithm.compare_state(stage.digest)
-        algorithm.after_step()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Transport, agree
 from ..core.frame import Frame
-from ..core.optimizer import DistributedOptimizer
+from ..core.optimizer import DistributedOptimizer, frame_of
 from .ddp import Handle, attach
 
 
@@ -28,7 +28,8 @@ def ours(optimizer: Any) -> DistributedOptimizer:
 
 def attach_once(model: Any, optimizer: DistributedOptimizer) -> Handle | None:
     """Do what ``ddp.attach`` does where ``model`` is in DDP and it was not done; one process has no DDP."""
-    if isinstance(model, DistributedDataParallel) and not optimizer.frame.under_ddp.attached:
+    frame = frame_of(optimizer)
+    if isinstance(model, DistributedDataParallel) and frame is not None and not frame.under_ddp.attached:
         return attach(model, optimizer)
     return None
 
