@@ -15,7 +15,7 @@ from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
 from .feedback import FeedbackReducer
 from .marsit import MarsitAllReduce
-from .message import Messages, Told, describe_mismatch
+from .message import Messages, StepContext, describe_mismatch
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodeSection, Section
 from .reducer import Reducer
@@ -43,7 +43,7 @@ __all__ = [
     "SignVote",
     "SimulatedGroup",
     "SimulatedTransport",
-    "Told",
+    "StepContext",
     "Topology",
     "TorchTransport",
     "Traffic",

@@ -76,7 +76,7 @@ def absent_on_all(arrived: Tensor, tensors: int, flags: Tensor) -> Tensor:
     return all_say & ((flags & int(Flag.MISMATCH)) == 0)
 
 
-class Kept:
+class Backup:
     """Keeps some blocks; ``restore`` puts back what belongs to tensors that no rank has a gradient of.
 
     Args:

@@ -33,10 +33,10 @@ from ..triton_kernels.codes import keep_nearest
 from ..triton_kernels.headers import Flag, Word
 from ..triton_kernels.nouns import Codes, Compensated, Divisor, Header, Places, Sent, Signs, Stored
 from ..triton_kernels.tables import tables_of
-from .absent import Kept, absence, absent_on_all, packed
+from .absent import Backup, absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
 from .feedback import Unit
-from .message import Messages, Told
+from .message import Messages, StepContext
 from .partition import Section
 from .receiver import Receiver
 from .reducer import Compress
@@ -63,8 +63,8 @@ class CompressedAllReduce(Receiver):
         scale_norm: "l1", "l2", "contractive" or "relaxed"; see ``finish``.
         scale_scope: "global", "layer" or "block"; servers split scopes at chunk boundaries.
         compensated: float32, bfloat16 or codes [P] to use as the workers' c, or None to allocate zeros.
-        octaves: uint8 [3, B] of these codes, of v's and of ``worker_sq``'s; None: there are none.
-        server_octaves: uint8 [1, B / W] to use for those of the server's c; None allocates them, if there are codes.
+        exponents: uint8 [3, B] of these codes, of v's and of ``worker_sq``'s; None: there are none.
+        server_exponents: uint8 [1, B / W] to use for those of the server's c; None allocates them, if there are codes.
         live: Which elements count; None: all but padding.
         ternary: Two bits per element: sign and zero. Zeros stay zeros, and scales are means over the others.
         measures: Whether the workers' scales, and the servers', are measured; else they are the messages' own.
@@ -97,14 +97,14 @@ class CompressedAllReduce(Receiver):
         scale_norm: str = "l2",
         scale_scope: ScaleScope = "global",
         compensated: Tensor | None = None,
-        octaves: Tensor | None = None,
+        exponents: Tensor | None = None,
         live: LiveTable | None = None,
         ternary: bool = False,
         measures: tuple[bool, bool] = (True, True),
         shards: ShardGroup | None = None,
         part: Section | None = None,
         worker_sq: Tensor | None = None,
-        server_octaves: Tensor | None = None,
+        server_exponents: Tensor | None = None,
         gathered: Messages | None = None,
         scale: Tensor | None = None,
         residual: Tensor | None = None,
@@ -128,18 +128,18 @@ class CompressedAllReduce(Receiver):
         if residual is None:
             residual = compensated.new_zeros(layout.chunk_numel if self.serves else 0)
         self.worker_residual, self.server_residual = compensated, residual
-        self.worker_sq, self.octaves = worker_sq, octaves
+        self.worker_sq, self.exponents = worker_sq, exponents
         self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
-        of_state: Sequence[Tensor | None] = (None,) * 3 if octaves is None else octaves.unbind(0)
+        of_state: Sequence[Tensor | None] = (None,) * 3 if exponents is None else exponents.unbind(0)
         _, self._of_v, self._of_squares = of_state
         segments = layout.scale_segments(scale_scope)
-        self.worker = ErrorFeedback(compensated, segments, norm, ternary, measures[0], octaves)
+        self.worker = ErrorFeedback(compensated, segments, norm, ternary, measures[0], exponents)
         self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         if self.serves:
-            if server_octaves is None and octaves is not None:
-                server_octaves = octaves.new_zeros(1, layout.blocks_per_chunk)
-            self.server_octaves = server_octaves
-            self.server = ErrorFeedback(residual, slot[self._own], norm, ternary, measures[1], server_octaves)
+            if server_exponents is None and exponents is not None:
+                server_exponents = exponents.new_zeros(1, layout.blocks_per_chunk)
+            self.server_exponents = server_exponents
+            self.server = ErrorFeedback(residual, slot[self._own], norm, ternary, measures[1], server_exponents)
             self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
             self.served = served or Messages(1, slots, layout, device, ternary)
         else:
@@ -154,7 +154,7 @@ class CompressedAllReduce(Receiver):
         self.arrived_words = torch.zeros_like(self.gathered.words) if self.serves else self.gathered.words
         self._missing: tuple[int, ...] = ()
         self._drawn: Tensor | None = None  # of the present step
-        self.kept = []
+        self.backups = []
         self.set_live(live_table(layout).to(device) if live is None else live)
         # On the device: a captured CUDA graph must count its replays.
         self.synchronisations = torch.zeros((), dtype=torch.int32, device=device)
@@ -170,19 +170,19 @@ class CompressedAllReduce(Receiver):
         for server in self.sides[1:]:
             server.set_live(self._served_places, live.numel[self._own])
 
-    def __call__(self, tensors: Sequence[Tensor], coef: Tensor | None = None, **told: Any) -> None:
+    def __call__(self, tensors: Sequence[Tensor], coef: Tensor | None = None, **context: Any) -> None:
         """Average tensors.
 
         Args:
             tensors: Local ones, dense, any float dtype; an empty one stands for zeros.
             coef: float32 [tensors, columns of ``Coef``]; None averages the tensors themselves.
-            told: The fields of ``Told``.
+            context: The fields of ``StepContext``.
 
         Raises:
             CollectiveError: as ``synchronise`` does.
         """
         table = self.plain_coefficients() if coef is None else coef
-        self.synchronise(lambda part: part.compress(tensors, table), Told(**told))
+        self.synchronise(lambda part: part.compress(tensors, table), StepContext(**context))
 
     def compress(
         self,
@@ -205,7 +205,7 @@ class CompressedAllReduce(Receiver):
         momentum_compress(
             grads,
             self.places,
-            Compensated(self.worker.compensated, self.worker.scale, self.octaves, self._drawn),
+            Compensated(self.worker.compensated, self.worker.scale, self.exponents, self._drawn),
             Signs(self.gathered.bits, self.scale),
             coef,
             None if exp_avg_sq is None else Divisor(exp_avg_sq[self.part.elements], self._of_v, eps_inside_sqrt),
@@ -264,7 +264,7 @@ class CompressedAllReduce(Receiver):
         c, s, settled = (
             (None, None, None)
             if side is None
-            else (Stored.row(side.compensated, side.octaves, 0), side.scale, side.settled)
+            else (Stored.row(side.compensated, side.exponents, 0), side.scale, side.settled)
         )
         of_v = None if self._of_v is None else self._of_v[blocks or slice(None)]
         renew(
@@ -281,11 +281,11 @@ class CompressedAllReduce(Receiver):
             writes,
         )
 
-    def exchange(self, compress: Compress, told: Told) -> None:
+    def exchange(self, compress: Compress, context: StepContext) -> None:
         """Do all of ``synchronise`` but ``receive``."""
-        self.write(compress, told)
+        self.write(compress, context)
         self.send()
-        self.serve(told)
+        self.serve(context)
         self.gather()
 
     def send(self) -> None:
@@ -294,24 +294,24 @@ class CompressedAllReduce(Receiver):
     def gather(self) -> None:
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
 
-    def write(self, compress: Compress, told: Told) -> None:
-        self._keep(tuple(told.missing))
-        self.hold = self._no_flags if told.hold is None else told.hold
-        self.found = self._found if told.pending is None else told.pending
-        self._drawn = told.drawn
+    def write(self, compress: Compress, context: StepContext) -> None:
+        self._keep(tuple(context.missing))
+        self.hold = self._no_flags if context.hold is None else context.hold
+        self.found = self._found if context.pending is None else context.pending
+        self._drawn = context.drawn
         compress(self)
-        if told.unite is not None:
-            told.unite(self.found)
-        self._finish(told)
+        if context.unite is not None:
+            context.unite(self.found)
+        self._finish(context)
 
-    def serve(self, told: Told) -> None:
+    def serve(self, context: StepContext) -> None:
         # A header damaged on its way here is seen here only: pass on what was seen.
-        header = self._header(told, 0, self._agreed, counts=False)
+        header = self._header(context, 0, self._agreed, counts=False)
         words = self.to_servers.words[self.transport.rank]
         server_reduce(
             Sent(self.gathered.bits, self.gathered.scales, self.gathered.words, words, self.server.segment),
             self._served_places,
-            Compensated(self.server.compensated, self.server.scale, self.server.octaves, told.drawn),
+            Compensated(self.server.compensated, self.server.scale, self.server.exponents, context.drawn),
             self.served.bits,
             self.server.partials,
             self.hold,
@@ -320,7 +320,7 @@ class CompressedAllReduce(Receiver):
             *(() if self.server.measures else (self.served.words, header)),
         )
         self.flags = self._agreed
-        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.kept else None
+        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.backups else None
         if self.absent is not None:
             self.served.absent.copy_(packed(self.absent))
         if self.server.measures:
@@ -333,31 +333,31 @@ class CompressedAllReduce(Receiver):
             self.served.absent.zero_()
             self.to_servers.absent.copy_(absence(self.layout, missing, self.device).bits)
             self._missing = missing
-        self.kept = []
+        self.backups = []
         if not missing:
             return
         worker, rows = self.worker, absence(self.layout, missing, self.device).rows
         tables = [worker.scale, worker.settled, worker.partials, self.scale]
-        tables += [] if self.octaves is None else [self.octaves]
+        tables += [] if self.exponents is None else [self.exponents]
         elements = [worker.compensated, *(() if self.worker_sq is None else (self.worker_sq,))]
-        self.kept = [Kept(rows, self.places.block_tensor, elements, bits=[self.gathered.bits], tables=tables)]
+        self.backups = [Backup(rows, self.places.block_tensor, elements, bits=[self.gathered.bits], tables=tables)]
         for server in self.sides[1:]:
             rows = absence(self.layout, missing, self.device, self._own).rows
             own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
             tables = [server.scale, server.settled, server.partials]
-            tables += [] if server.octaves is None else [server.octaves]
-            self.kept.append(Kept(rows, self._served_places.block_tensor, own, tables=tables))
+            tables += [] if server.exponents is None else [server.exponents]
+            self.backups.append(Backup(rows, self._served_places.block_tensor, own, tables=tables))
 
-    def _finish(self, told: Told) -> None:
+    def _finish(self, context: StepContext) -> None:
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
-        header = self._header(told, int(Flag.ABORT) * told.abort, self.found, counts=told.number is None)
-        self.worker.finish(self.to_servers, header, self.digest, self.hold, told.renewal)
+        header = self._header(context, int(Flag.ABORT) * context.abort, self.found, counts=context.number is None)
+        self.worker.finish(self.to_servers, header, self.digest, self.hold, context.renewal)
 
-    def _header(self, told: Told, flags: int, pending: Tensor, counts: bool) -> Header:
+    def _header(self, context: StepContext, flags: int, pending: Tensor, counts: bool) -> Header:
         """Return what goes into the headers of this step's messages."""
-        number: int | Tensor = self.synchronisations if told.number is None else told.number
+        number: int | Tensor = self.synchronisations if context.number is None else context.number
         step, counter = (0, number) if isinstance(number, Tensor) else (number, None)
-        return Header(step, counter, counts, told.tag, flags, pending)
+        return Header(step, counter, counts, context.tag, flags, pending)
 
     def keep_back(self, tensors: Tensor) -> None:
         """Take ``tensors``, bool [tensors], out of the result: whoever compressed last keeps them, as its residual.

@@ -16,7 +16,7 @@ from ..triton_kernels.headers import Flag
 from ..triton_kernels.nouns import Coefficients
 from .absent import absent_on_all
 from .allreduce import CompressedAllReduce
-from .message import Told
+from .message import StepContext
 from .transport import Transport
 
 
@@ -28,20 +28,22 @@ class AloneAllReduce(CompressedAllReduce):
     def send(self) -> None:
         """Send nothing: what was written is the result."""
 
-    def serve(self, told: Told) -> None:
+    def serve(self, context: StepContext) -> None:
         """Serve nobody."""
 
     def gather(self) -> None:
         """Receive nothing."""
 
-    def receive(self, told: Told) -> None:
-        self._end(told)
+    def receive(self, context: StepContext) -> None:
+        self._end(context)
 
-    def _finish(self, told: Told) -> None:
+    def _finish(self, context: StepContext) -> None:
         # No other rank has a gradient of what this one misses.
-        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self._no_flags) if self.kept else None
-        header = self._header(told, int(Flag.ABORT) * told.abort, self.found, counts=told.number is None)
-        limit, table = self._limit(told), told.renewal
+        self.absent = (
+            absent_on_all(self.gathered.absent, len(self.layout.sizes), self._no_flags) if self.backups else None
+        )
+        header = self._header(context, int(Flag.ABORT) * context.abort, self.found, counts=context.number is None)
+        limit, table = self._limit(context), context.renewal
         if limit is not None:
             assert limit.coef is not None
             table, limit = table or Coefficients.of(limit.coef), limit._replace(coef=None)

@@ -62,7 +62,7 @@ class ErrorFeedback(Scaled):
         norm: One of ``SCALE_NORMS``' values.
         ternary: Whether zeros stay zeros.
         measures: Whether scales are measured; else messages have scales of their own.
-        octaves: uint8 [1 or more, blocks], in the first row those of codes in ``compensated``; None: there are none.
+        exponents: uint8 [1 or more, blocks], in the first row those of codes in ``compensated``; None: there are none.
 
     Attributes:
         scale: float32 [blocks], s.
@@ -81,10 +81,10 @@ class ErrorFeedback(Scaled):
         norm: int,
         ternary: bool = False,
         measures: bool = True,
-        octaves: Tensor | None = None,
+        exponents: Tensor | None = None,
     ) -> None:
         device, blocks = compensated.device, len(segment)
-        self.compensated, self.octaves, self.measures = compensated, octaves, measures
+        self.compensated, self.exponents, self.measures = compensated, exponents, measures
         self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
         self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
         self.norm, self._ternary = norm, ternary
@@ -122,11 +122,11 @@ class ErrorFeedback(Scaled):
         if not self.compensated.numel():  # nothing is kept
             return
         self.settled += self.scale
-        settle(Compensated(self.compensated, self.scale, self.octaves), self._ternary, self._places)
+        settle(Compensated(self.compensated, self.scale, self.exponents), self._ternary, self._places)
 
     def values(self) -> Tensor:
         """Return c, float32 [n]; after ``settle`` e. Where it is kept in float32, that memory."""
-        return in_float32(*Stored.row(self.compensated, self.octaves, 0))
+        return in_float32(*Stored.row(self.compensated, self.exponents, 0))
 
     def forget(self) -> None:
         """Drop the residual, settled before, which ``take_residuals`` has taken."""

@@ -15,9 +15,9 @@ from ..triton_kernels.headers import CHECKED, Word, folded, unfolded
 from ..triton_kernels.limit import judged, squares_by_block
 from ..triton_kernels.nouns import Limit, Places
 from ..triton_kernels.tables import BlockTables
-from .absent import Kept
+from .absent import Backup
 from .error_feedback import ErrorFeedback
-from .message import Messages, Told, describe_mismatch
+from .message import Messages, StepContext, describe_mismatch
 from .partition import Section
 from .reducer import Compress, Reducer
 from .shards import ShardGroup
@@ -46,7 +46,7 @@ class OnePart(Protocol):
     gathered: Messages
     served: Messages
     arrived_words: Tensor
-    kept: list[Kept]
+    backups: list[Backup]
     worker_sq: Tensor | None
 
     @property
@@ -68,7 +68,7 @@ class OnePart(Protocol):
 
     @property
     def means(self) -> Rows:
-        """Return the mean of what all ranks have told of their squares."""
+        """Return the mean of what all ranks have sent of their squares."""
 
     def share_part(self) -> None:
         """Make ``means``."""
@@ -89,9 +89,9 @@ class FeedbackReducer(Reducer):
         shards: The ranks that hold other shards of the same tensors.
         worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32, bfloat16 or codes.
         server_residual: That of the chunks which it serves, of the same dtype.
-        octaves: Of codes of ``worker_residual``, of v and of ``worker_sq``, uint8 [3, B]; None: there are no codes.
-        server_octaves: Of those of ``server_residual``, uint8 [its blocks].
-        kept: What ``restore`` puts back.
+        exponents: Of codes of ``worker_residual``, of v and of ``worker_sq``, uint8 [3, B]; None: there are no codes.
+        server_exponents: Of those of ``server_residual``, uint8 [its blocks].
+        backups: What ``restore`` puts back.
         worker_sq: The EMA of the squares of this rank's own gradients, of what is here: float32; None: nobody wants it.
         sums: What ``share_squares`` has found, equal on all ranks: ``renew_levels``' first two arguments.
         serves: Whether this rank is a server besides, with residuals of its own.
@@ -102,11 +102,11 @@ class FeedbackReducer(Reducer):
     shards: ShardGroup
     worker_residual: Tensor
     server_residual: Tensor
-    kept: list[Kept]
+    backups: list[Backup]
     layout: FlatLayout
     worker_sq: Tensor | None
-    octaves: Tensor | None
-    server_octaves: Tensor | None = None
+    exponents: Tensor | None
+    server_exponents: Tensor | None = None
     sums: tuple[Tensor, Tensor]
     serves: bool = True
     _launch_tables: BlockTables
@@ -125,16 +125,16 @@ class FeedbackReducer(Reducer):
         """Return the checksums of the last messages that the next ones carry, by part; waits for the device."""
         return [0] * len(self.parts) if self.digest is None else folded(self.digest).tolist()
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
+    def synchronise(self, compress: Compress, context: StepContext) -> None:
         """Compress, exchange, and leave the result in ``bits`` and ``scale``; lines as in 1-bit LAMB's Algorithm 1."""
-        self.write(compress, told)  # lines 6 and 7
+        self.write(compress, context)  # lines 6 and 7
         self.send()  # line 8
-        self.serve(told)  # line 10
+        self.serve(context)  # line 10
         self.gather()  # line 11
-        self.receive(told)  # line 13: m
+        self.receive(context)  # line 13: m
 
     @abstractmethod
-    def write(self, compress: Compress, told: Told) -> None:
+    def write(self, compress: Compress, context: StepContext) -> None:
         """Write this rank's messages to the servers: ``compress`` makes their bits and keeps residuals, then scales."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class FeedbackReducer(Reducer):
         """Send to each server its message, and receive those to this one."""
 
     @abstractmethod
-    def serve(self, told: Told) -> None:
+    def serve(self, context: StepContext) -> None:
         """Average what has arrived, and write this server's message: its bits, what it keeps, then scales."""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class FeedbackReducer(Reducer):
         """Receive all servers' messages."""
 
     @abstractmethod
-    def receive(self, told: Told) -> None:
+    def receive(self, context: StepContext) -> None:
         """Take up the servers' messages: the result's scales, and the verdict on the step.
 
         Where this step is held back the bits of the last result are here again: servers have kept them.
@@ -185,7 +185,7 @@ class FeedbackReducer(Reducer):
             part.keep_squares(squares[part.part.elements])
 
     def share_squares(self) -> None:
-        """Average over the ranks ``worker_sq`` and the projections of gradients that ``compress`` was told to make.
+        """Average over the ranks ``worker_sq`` and the projections of gradients that ``compress`` was asked to make.
 
         Raises:
             CollectiveError: if a collective fails.
@@ -222,9 +222,9 @@ class FeedbackReducer(Reducer):
     def restore(self, absent: Tensor) -> None:
         holders: Sequence[FeedbackReducer | OnePart] = (self, *self.parts)
         for each in holders:
-            for kept in each.kept:
-                kept.restore(absent)
-            each.kept = []
+            for backup in each.backups:
+                backup.restore(absent)
+            each.backups = []
         self.serve_again()
 
     def settle(self) -> None:
@@ -261,18 +261,18 @@ class FeedbackReducer(Reducer):
             squares[1, part.part.blocks] = part.squares_of_result()
         return squares
 
-    def _skip_with_shards(self, told: Told) -> None:
+    def _skip_with_shards(self, context: StepContext) -> None:
         """Skip the step just made where any shard skips it; leave out what all leave out."""
         if self.shards.count > 1:
-            tag = (told.tag ^ (0 if told.number is None else told.number)) & 0x7FFFFFFF
+            tag = (context.tag ^ (0 if context.number is None else context.number)) & 0x7FFFFFFF
             flags, self.absent = self.shards.unite(self.flags, tag, self.absent, len(self.layout.sizes))
             self.refuse(flags)
 
-    def _limit(self, told: Told) -> Limit | None:
+    def _limit(self, context: StepContext) -> Limit | None:
         """Return what a launch judges by; what lies in several shards is judged when all are known."""
-        if told.limit is None or self.shards.count > 1:
+        if context.limit is None or self.shards.count > 1:
             return None
-        return told.limit.without(self.absent)
+        return context.limit.without(self.absent)
 
     def _refuse_beyond(self, limit: Limit | None) -> None:
         """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""

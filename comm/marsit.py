@@ -21,7 +21,7 @@ from ..ring_topology import TOPOLOGIES, Topology, stages
 from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
 from ..triton_kernels.headers import CHECKED, Flag, Word
 from ..triton_kernels.marsit_signs import hashed, threshold_of
-from .message import Messages, Told, layout_word
+from .message import Messages, StepContext, layout_word
 from .rounds import Prepare, RoundAllReduce
 from .transport import Transport
 
@@ -85,7 +85,7 @@ class MarsitAllReduce(RoundAllReduce):
         every = max(1, self.full_precision_every)
         self._full_at = -(-self.counted // every) * every
 
-    def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
+    def _round(self, prepare: Prepare, context: StepContext) -> tuple[Tensor, Tensor]:
         if self.full_precision_every > 0 and self.counted >= self._full_at:
             self._take_back_skipped()
         self.full_precision = self.full_precision_every > 0 and self.counted >= self._full_at  # Algorithm 1, line 3
@@ -121,7 +121,7 @@ class MarsitAllReduce(RoundAllReduce):
 
     def _merge(self, chunks: slice, number: int, position: int) -> None:
         count = chunks.stop - chunks.start
-        if self.kept:  # else this worker has all gradients, and its bits are zeros already
+        if self.backups:  # else this worker has all gradients, and its bits are zeros already
             self.messages.absent[chunks] &= self._arrived.absent[:count]
         merge_signs(
             self.messages.bits[chunks],
@@ -157,7 +157,7 @@ class MarsitAllReduce(RoundAllReduce):
         pick_owned(self.messages.bits, self.transport.rank, self._draw(), self._owners, self._picked.bits)
         self.transport.all_gather(self._arrived.buffer, self._picked.buffer)
         self._arrived_absent = self._arrived.absent
-        if self.kept:
+        if self.backups:
             for bits in self._arrived.absent:
                 self.messages.absent &= bits
         place_owned(self._arrived.bits, self._owners, self.messages.bits)

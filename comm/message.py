@@ -27,7 +27,7 @@ ALIGNMENT = 16
 HEADER_BYTES = 4 * len(Word)
 
 
-class Told(NamedTuple):
+class StepContext(NamedTuple):
     """Holds what a rank tells the others of a step, and what it keeps, besides what it compresses.
 
     Args:
@@ -40,7 +40,7 @@ class Told(NamedTuple):
             afterwards. None: none.
         missing: Tensors of which this rank has no gradient: zeros, unless all ranks miss them and ``restore`` follows.
         changed: float32 [P] each: what ``compress`` changes besides residuals, and ``restore`` puts back.
-        goes: float32 [tensors, columns of ``Coef``]: LR * GLOBAL_RATIO * ``steps`` is how far each coordinate goes in a
+        coef: float32 [tensors, columns of ``Coef``]: LR * GLOBAL_RATIO * ``steps`` is how far each coordinate goes in a
             round of signs (eta_s). None where scales are measured.
         steps: Of the round.
         limit: For which results all ranks skip. None: for none.
@@ -60,7 +60,7 @@ class Told(NamedTuple):
     pending: Tensor | None = None
     missing: Sequence[int] = ()
     changed: Sequence[Tensor] = ()
-    goes: Tensor | None = None
+    coef: Tensor | None = None
     steps: int = 1
     limit: Limit | None = None
     sums: bool = False

@@ -30,12 +30,12 @@ from ..triton_kernels.headers import CHECKED, Word, union
 from ..triton_kernels.nouns import Divisor, Places
 from ..triton_kernels.parts import programs_of
 from ..triton_kernels.tables import tables_of
-from .absent import Kept, absence, absent_on_all
+from .absent import Backup, absence, absent_on_all
 from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
 from .error_feedback import SideOfParts
 from .feedback import FeedbackReducer, Unit
-from .message import Messages, Told
+from .message import Messages, StepContext
 from .partition import NodeSection, Section
 from .receiver import Receiver
 from .reducer import Compress
@@ -54,7 +54,7 @@ class PartedAllReduce(FeedbackReducer):
         serve_alone: Whether one rank alone has a server, too.
         worker_sq: The moving averages of squared gradients of the parts in ``here``, one behind the other. None: the
             variance is not shared.
-        device, scale_norm, scale_scope, compensated, octaves, live, ternary, shards: See ``CompressedAllReduce``.
+        device, scale_norm, scale_scope, compensated, exponents, live, ternary, shards: See ``CompressedAllReduce``.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class PartedAllReduce(FeedbackReducer):
         shards: ShardGroup | None = None,
         serve_alone: bool = True,
         worker_sq: Tensor | None = None,
-        octaves: Tensor | None = None,
+        exponents: Tensor | None = None,
     ) -> None:
         self.layout, self.device, self.count = layout, device, count
-        self.worker_sq, self.octaves = worker_sq, octaves
+        self.worker_sq, self.exponents = worker_sq, exponents
         self.serves = serve_alone or transport.world_size > 1
         self.shards = shards or ShardGroup()
         slots = [Section(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
@@ -86,8 +86,8 @@ class PartedAllReduce(FeedbackReducer):
         self._launch_tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
         self.scale = torch.zeros(layout.n_blocks, device=device)
         self.server_residual = compensated.new_zeros(len(here), layout.chunk_numel if self.serves else 0)
-        if self.serves and octaves is not None:
-            self.server_octaves = octaves.new_zeros(len(here), layout.blocks_per_chunk)
+        if self.serves and exponents is not None:
+            self.server_exponents = exponents.new_zeros(len(here), layout.blocks_per_chunk)
         self.worker_residual = compensated
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         if self.serves:
@@ -102,8 +102,8 @@ class PartedAllReduce(FeedbackReducer):
                 scale_norm=scale_norm,
                 scale_scope=scale_scope,
                 compensated=compensated[part.elements],
-                octaves=None if octaves is None else octaves[:, part.blocks],
-                server_octaves=None if self.server_octaves is None else self.server_octaves[i : i + 1],
+                exponents=None if exponents is None else exponents[:, part.blocks],
+                server_exponents=None if self.server_exponents is None else self.server_exponents[i : i + 1],
                 ternary=ternary,
                 part=part,
                 worker_sq=None if worker_sq is None else worker_sq.view(len(here), -1)[i],
@@ -118,7 +118,7 @@ class PartedAllReduce(FeedbackReducer):
             )
             for i, (part, residual) in enumerate(zip(here, self.server_residual, strict=True))
         ]
-        self.kept = []
+        self.backups = []
         self.set_live(live_table(layout).to(device) if live is None else live)
 
     def set_live(self, live: LiveTable) -> None:
@@ -165,29 +165,29 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         for part, found in zip(self.parts, self._part_flags.split(1), strict=True):
             part.share(found)
 
-    def start(self, bucket: int, compress: Compress, told: Told) -> None:
+    def start(self, bucket: int, compress: Compress, context: StepContext) -> None:
         """Average one bucket; ``synchronise`` averages the others. All ranks start buckets in the same order."""
         self.under_way.add(bucket)
         part = self.parts[bucket]
-        part.exchange(compress, self._told(part, told))
+        part.exchange(compress, self._context_of(part, context))
 
     @staticmethod
-    def _told(part: CompressedAllReduce, told: Told) -> Told:
+    def _context_of(part: CompressedAllReduce, context: StepContext) -> StepContext:
         # Of its own tensors alone: a bucket that was sent earlier could not know of others'.
-        return told._replace(missing=[i for i in told.missing if part.layout.sizes[i]], limit=None)
+        return context._replace(missing=[i for i in context.missing if part.layout.sizes[i]], limit=None)
 
     @property
     def together(self) -> bool:
         """Tell whether all buckets travel in two collectives, because no rank starts one before the step."""
         return self.serves
 
-    def write(self, compress: Compress, told: Told) -> None:
+    def write(self, compress: Compress, context: StepContext) -> None:
         """Write all buckets' messages, the last one's first; or average those that have not been started."""
         for bucket, part in reversed(list(enumerate(self.parts))):
             if self.together:
-                part.write(compress, self._told(part, told))
+                part.write(compress, self._context_of(part, context))
             elif bucket not in self.under_way:
-                self.start(bucket, compress, told)
+                self.start(bucket, compress, context)
         self.under_way.clear()
 
     def send(self) -> None:
@@ -197,9 +197,9 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
             self.transport.all_to_all(arrived.view(len(arrived), -1), sent.view(len(sent), -1))
             self._of_parts().copy_(arrived.transpose(0, 1))
 
-    def serve(self, told: Told) -> None:
+    def serve(self, context: StepContext) -> None:
         for part in self.parts if self.together else ():
-            part.serve(self._told(part, told))
+            part.serve(self._context_of(part, context))
 
     def gather(self) -> None:
         if self.together:
@@ -211,21 +211,21 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         """Return all buckets' messages as they lie in ``gathered``: [buckets, ranks, bytes]."""
         return self.gathered.buffer.view(self.count, self.transport.world_size, -1)
 
-    def receive(self, told: Told) -> None:
+    def receive(self, context: StepContext) -> None:
         """Receive all buckets together: headers, scales and the verdict. The step skips all buckets or none.
 
         One rank alone without a server has no messages: it combines the buckets' flags and checks the guard's limit.
         """
         absent = [part.absent for part in self.parts if part.absent is not None]
         self.absent = torch.stack(absent).any(0) if absent else None
-        self.hold = self._no_flags if told.hold is None else told.hold
+        self.hold = self._no_flags if context.hold is None else context.hold
         if self.serves:
-            super().receive(told)
+            super().receive(context)
             return
-        limit = self._limit(told)
+        limit = self._limit(context)
         squares = None if limit is None else self._squares[: programs_of(self.scale)]
         close_parts(self._part_flags, self.scale, self.worker.scale, self._received, self._ticket, limit, squares)
-        self._end(told)
+        self._end(context)
 
     @property
     def wire_bytes(self) -> int:
@@ -285,42 +285,42 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.between, self.inside = between, inside
         self._part = NodeSection(layout, inside, dtype, options["device"])
         super().__init__(layout, inside.world_size, [self._part], between, **options)
-        self._compensated, self._octaves = self.worker_residual, self.octaves
+        self._compensated, self._exponents = self.worker_residual, self.exponents
         self.worker_residual = self._compensated[self._part.elements]  # the node's
-        if self._octaves is not None:
-            self.octaves = self._octaves[:, self._part.blocks]
+        if self._exponents is not None:
+            self.exponents = self._exponents[:, self._part.blocks]
 
-    def write(self, compress: Compress, told: Told) -> None:
-        self.kept = []
-        if told.missing:  # the bits and the scales of the whole result, as parts keep theirs
-            rows = absence(self.layout, told.missing, self.device).rows
-            self.kept = [Kept(rows, self.places.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
-        self.parts[0].write(compress, told)
+    def write(self, compress: Compress, context: StepContext) -> None:
+        self.backups = []
+        if context.missing:  # the bits and the scales of the whole result, as parts keep theirs
+            rows = absence(self.layout, context.missing, self.device).rows
+            self.backups = [Backup(rows, self.places.block_tensor, bits=[self.gathered.bits], tables=[self.scale])]
+        self.parts[0].write(compress, context)
 
     def send(self) -> None:
         self.parts[0].send()
 
-    def serve(self, told: Told) -> None:
-        self.parts[0].serve(told)
+    def serve(self, context: StepContext) -> None:
+        self.parts[0].serve(context)
 
     def gather(self) -> None:
         self.parts[0].gather()
 
-    def receive(self, told: Told) -> None:
+    def receive(self, context: StepContext) -> None:
         part, before = self.parts[0], self.scale.clone()
-        part.receive(told._replace(limit=None))
+        part.receive(context._replace(limit=None))
         self._part.forget()
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
-        self.heard(self.gathered.front if told.sums else self.gathered.buffer)
+        self.heard(self.gathered.front if context.sums else self.gathered.buffer)
         compared = self._compared_words()
         flags = union(self.gathered.words[:, Word.FLAGS], compared != compared[:1])
         part.refuse(flags)
         arrived = torch.gather(self.gathered.scales, 1, self._slot).view(-1)
         kept = torch.where(flags == 0, arrived, 0.0)
-        self.scale.copy_(kept if told.hold is None else torch.where(told.hold == 0, kept, before))
+        self.scale.copy_(kept if context.hold is None else torch.where(context.hold == 0, kept, before))
         self.flags = flags
-        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), flags) if told.missing else None
-        self._refuse_beyond(told.limit)
+        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), flags) if context.missing else None
+        self._refuse_beyond(context.limit)
 
     def refuse(self, flags: Tensor) -> None:
         self.parts[0].refuse(flags)
@@ -338,10 +338,10 @@ class HierarchicalAllReduce(PartedAllReduce):
         words = super()._disputed()
         if bool((words[:, :CHECKED] != words[:1, :CHECKED]).any()):
             return words
-        told = words[:1].repeat(self.layout.world_size, 1)
+        compared = words[:1].repeat(self.layout.world_size, 1)
         for column, word in enumerate(_COMPARED):
-            told[:, word] = self._compared_words()[:, column]
-        return told
+            compared[:, word] = self._compared_words()[:, column]
+        return compared
 
     def begin(self) -> None:
         self._compensated[: self._part.elements.start].zero_()
@@ -377,7 +377,7 @@ class HierarchicalAllReduce(PartedAllReduce):
             self.parts[0].renew_part(unit, v, False)
             self.scale.zero_()
         ternary = self.gathered.bits.dim() == 3
-        divisor = Divisor(v, None if self._octaves is None else self._octaves[1], unit.eps_inside_sqrt)
+        divisor = Divisor(v, None if self._exponents is None else self._exponents[1], unit.eps_inside_sqrt)
         renew(self.places, *(None,) * 4, ternary, unit.coef, divisor, self._means.codes, unit.factors, True)
         del self._means, self.sums
         for part in self.parts:

@@ -12,7 +12,7 @@ from ..triton_kernels.nouns import Arrived, Digest
 from ..triton_kernels.receive import spans_of
 from .error_feedback import Scaled
 from .feedback import FeedbackReducer
-from .message import Messages, Told
+from .message import Messages, StepContext
 from .transport import Transport
 
 
@@ -51,10 +51,10 @@ class Receiver(FeedbackReducer):
         """Return the worker, and the server where there is one; what the last compresses is the result."""
         raise NotImplementedError
 
-    def receive(self, told: Told) -> None:
+    def receive(self, context: StepContext) -> None:
         assert self.digest is not None
-        limit = self._limit(told)
-        summed = self.gathered.front if told.sums else self.gathered.buffer
+        limit = self._limit(context)
+        summed = self.gathered.front if context.sums else self.gathered.buffer
         # All ranks know the same flags, unless a server's message is of another step or length: then those that
         # have got it skip, and the next step's digests tell the others.
         receive(
@@ -65,20 +65,20 @@ class Receiver(FeedbackReducer):
             self.scale,
             self.hold,
             self._received,
-            Digest(self.digest, self._total, told.updates),
+            Digest(self.digest, self._total, context.updates),
             self._ticket,
             limit,
             None if limit is None else self._squares,
         )
-        self._end(told)
+        self._end(context)
 
-    def _end(self, told: Told) -> None:
+    def _end(self, context: StepContext) -> None:
         """Take note of what the last launch of a synchronisation has found."""
         self.flags = self._received
         self.hold = self._no_flags
         if self.shards.count > 1:
-            self._skip_with_shards(told)
-            self._refuse_beyond(told.limit)
+            self._skip_with_shards(context)
+            self._refuse_beyond(context.limit)
 
     def refuse(self, flags: Tensor) -> None:
         kept = ((self.flags != 0) | (flags == 0)).float()

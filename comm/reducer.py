@@ -1,10 +1,10 @@
 """Declares what an optimizer needs of whatever averages, or votes, over the ranks.
 
 An optimizer is handed a ``Reducer`` and never asks which: one piece, in buckets, in two levels, over the shards of a
-model, by a ring, or by votes. It says with a function how this rank's messages are compressed, and with ``Told`` what
-else goes with them::
+model, by a ring, or by votes. It says with a function how this rank's messages are compressed, and with a
+``StepContext`` what else goes with them::
 
-    reducer.synchronise(compress, Told(tag=tag, number=number))     # compress, exchange, serve
+    reducer.synchronise(compress, StepContext(tag=tag, number=number))     # compress, exchange, serve
     apply(reducer.bits, reducer.scale, skip=reducer.flags)
 
 A step is skipped on all ranks where ``flags`` is not 0.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, unpack
 from .agreement import sum_of_words
-from .message import Told
+from .message import StepContext
 
 Compress = Callable[..., None]
 """Writes this rank's bits into the messages of its first argument, the reducer of one part.
@@ -45,7 +45,7 @@ class Reducer(Protocol):
     """Checksums of what all ranks have received alike, which the next messages carry: int64 [parts]; None where nobody
     compares them. The last messages' make them anew, ``heard`` adds to them what comes between two.
 
-    With ``Told.sums`` they lack the bits, until ``apply_momentum`` adds them."""
+    With ``StepContext.sums`` they lack the bits, until ``apply_momentum`` adds them."""
     error: Exception | None = None
     """An error of this rank, found while gradients were under way; every rank has skipped the step for it."""
     largest_gradient: float = LARGEST_GRADIENT
@@ -59,7 +59,7 @@ class Reducer(Protocol):
     def wire_bytes(self) -> int:
         """Count the bytes of what only serves within a step: messages on their way, and partial sums."""
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
+    def synchronise(self, compress: Compress, context: StepContext) -> None:
         """Compress, exchange, and leave the result in ``bits`` and ``scale``.
 
         Where any rank has a non-finite element or aborts, all ranks skip: the result is zero, and each rank keeps all

@@ -20,9 +20,9 @@ from ..triton_kernels.marsit import ChunkHeaders, Chunks, Compensation, LocalUpd
 from ..triton_kernels.nouns import Digest, Places
 from ..triton_kernels.rounds import Left, Received
 from ..triton_kernels.tables import tables_of
-from .absent import Kept, absence, absent_on_all, packed
+from .absent import Backup, absence, absent_on_all, packed
 from .allreduce import check_world_size
-from .message import OUT_OF_STEP, Messages, Told, describe_mismatch, describe_note
+from .message import OUT_OF_STEP, Messages, StepContext, describe_mismatch, describe_note
 from .partition import Section
 from .reducer import Compress, Reducer
 from .transport import CollectiveError, LocalTransport, Transport
@@ -105,7 +105,7 @@ class RoundAllReduce(Reducer):
         self.arrived_heads: Tensor | None = None  # of all ranks, where headers travel alone
         self._words_inside: Tensor | None = None
         self._had_missing = False
-        self.kept: list[Kept] = []
+        self.backups: list[Backup] = []
 
     def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
         """Make one round on tensors themselves.
@@ -113,7 +113,7 @@ class RoundAllReduce(Reducer):
         Args:
             tensors: Of this worker: contiguous, of any float dtype and the layout's sizes; an empty one is zeros.
             step: eta_s, how far each coordinate goes in a round of signs.
-            tag, abort: See ``Told``.
+            tag, abort: See ``StepContext``.
 
         Returns:
             The global update, float32 [P], equal on all ranks; zero if the round was skipped.
@@ -132,7 +132,7 @@ class RoundAllReduce(Reducer):
             part.add(tensors, tensors, chunks, coef, None, None, LocalUpdate(coef[0, :1], False), self._no_flags)
 
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
-        self.synchronise(add, Told(tag=tag, abort=abort or error is not None, goes=coef))
+        self.synchronise(add, StepContext(tag=tag, abort=abort or error is not None, coef=coef))
         if not self.full_precision:
             self._skipped = self._skipped + (self.flags != 0)  # read when it matters: no round waits for its flags
         elif bool(self.flags):
@@ -191,41 +191,41 @@ class RoundAllReduce(Reducer):
 
     def _keep(self, missing: Sequence[int], changed: Sequence[Tensor]) -> None:
         """Keep what a round is about to change of tensors of which this worker has no gradient."""
-        self.kept = []
+        self.backups = []
         if missing:
             tables = absence(self.layout, missing, self.device)
             for each in {self.messages, self._sent}:
                 each.absent.copy_(tables.bits)
             elements = [self._own, *(values[self.part.elements] for values in changed)]
             bits, of_blocks = [self.messages.bits], [self._taken, self._limit]
-            self.kept = [Kept(tables.rows, self.places.block_tensor, elements, bits=bits, tables=of_blocks)]
+            self.backups = [Backup(tables.rows, self.places.block_tensor, elements, bits=bits, tables=of_blocks)]
         elif self._had_missing:  # bits of the round before
             for each in {self.messages, self._sent}:
                 each.absent.zero_()
         self._had_missing = bool(missing)
 
     def restore(self, absent: Tensor) -> None:
-        for kept in self.kept:
-            kept.restore(absent)
-        self.kept = []
+        for backup in self.backups:
+            backup.restore(absent)
+        self.backups = []
 
-    def synchronise(self, compress: Compress, told: Told) -> None:
-        assert told.goes is not None
-        number = self.rounds & 0x7FFFFFFF if told.number is None else told.number
+    def synchronise(self, compress: Compress, context: StepContext) -> None:
+        assert context.coef is not None
+        number = self.rounds & 0x7FFFFFFF if context.number is None else context.number
         assert isinstance(number, int)  # rounds are in no CUDA graph
-        self._keep(told.missing, told.changed)
-        self._header = number, told.tag, int(Flag.ABORT) * told.abort
+        self._keep(context.missing, context.changed)
+        self._header = number, context.tag, int(Flag.ABORT) * context.abort
         self.values = self.arrived_words = None
         self._arrived_absent = self.arrived_heads = None
-        words, own = self._round(lambda chunks: compress(self, chunks), told)
-        self._close(words, own, told)
+        words, own = self._round(lambda chunks: compress(self, chunks), context)
+        self._close(words, own, context)
         self.absent = None
-        if self.kept:
+        if self.backups:
             absent = self.messages.absent if self._arrived_absent is None else self._arrived_absent
             self.absent = absent_on_all(absent, len(self.layout.sizes), self.flags)
         self.part.forget()
         if self.part.inside.world_size > 1:
-            self._gather_inside(bool(told.missing))
+            self._gather_inside(bool(context.missing))
         self.rounds += 1
         self.counted += 1
 
@@ -238,25 +238,25 @@ class RoundAllReduce(Reducer):
         self.counted -= int(self._skipped)
         self._skipped = 0
 
-    def _close(self, words: Tensor, own: Tensor, told: Told) -> None:
+    def _close(self, words: Tensor, own: Tensor, context: StepContext) -> None:
         """Make ``flags`` of all headers, and note how far the global update goes: ``add`` forms the compensation."""
-        assert told.goes is not None
+        assert context.coef is not None
         most = self.compensation_limit
-        summed = self.messages.front if told.sums else self.messages.buffer
+        summed = self.messages.front if context.sums else self.messages.buffer
         if self.values is not None:
             summed = self.values.view(self.layout.world_size, -1).view(torch.uint8)
             # After full precision nothing is kept (Algorithm 1, line 12), unless all have skipped it: then the mean is.
             most = 0.0 if self.full_precision else None
         close_round(
             Received(words, own, summed, self.arrived_heads),
-            told.goes,
+            context.coef,
             self._tensor_of_all,
-            told.steps,
+            context.steps,
             math.inf if most is None else most,
             self.values is None,
-            self._no_flags if told.hold is None else told.hold,
+            self._no_flags if context.hold is None else context.hold,
             Left(self.scale, self._taken_of_all, self._limit_of_all),
-            Digest(self.digest, self._total, told.updates),
+            Digest(self.digest, self._total, context.updates),
             self.flags,
             self._ticket,
         )
@@ -273,19 +273,19 @@ class RoundAllReduce(Reducer):
         self._taken.zero_()
         self._limit.fill_(torch.inf)
 
-    def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
+    def _round(self, prepare: Prepare, context: StepContext) -> tuple[Tensor, Tensor]:
         """Make the global update; return all headers, int32 [M, 8], and this rank's, [8]."""
         raise NotImplementedError
 
-    def _step_of(self, told: Told) -> Tensor:
+    def _step_of(self, context: StepContext) -> Tensor:
         """Return how far each coordinate goes in a round of signs (eta_s), float32 [B]."""
-        assert told.goes is not None
-        step: Tensor = rules.global_step(told.goes[self.places.block_tensor], told.steps, math.inf)[0]
+        assert context.coef is not None
+        step: Tensor = rules.global_step(context.coef[self.places.block_tensor], context.steps, math.inf)[0]
         return step.view(-1)
 
-    def _is_taken(self, words: Tensor, own: Tensor, told: Told) -> Tensor:
+    def _is_taken(self, words: Tensor, own: Tensor, context: StepContext) -> Tensor:
         """Tell whether ranks with these headers take the round, bool [1], before it is closed."""
-        return agreed_flags(words, own, told.hold) == 0
+        return agreed_flags(words, own, context.hold) == 0
 
     def _gather_inside(self, some_missing: bool) -> None:
         """Gather what the parts of a node's other ranks have left."""

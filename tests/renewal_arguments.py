@@ -15,9 +15,9 @@ from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.renewal import FACTORS, LEVELS, SUMS
 
 
-def squares(p: Any, octaves: float = 36.0) -> Tensor:
-    """What a worker keeps of its gradients' squares: over more octaves than logarithms have, and zeros."""
-    x = p.normal(p.layout.numel).square() * torch.exp2(-octaves * torch.rand(p.layout.numel, generator=p._random))
+def squares(p: Any, exponents: float = 36.0) -> Tensor:
+    """What a worker keeps of its gradients' squares: over more exponents than logarithms have, and zeros."""
+    x = p.normal(p.layout.numel).square() * torch.exp2(-exponents * torch.rand(p.layout.numel, generator=p._random))
     x[::17] = 0.0
     return torch.where(p.live_mask, x, 0.0)
 

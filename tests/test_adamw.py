@@ -272,14 +272,14 @@ def test_what_codes_stand_for_is_coded_alike_and_a_variance_is_never_zero_by_rou
     x[0], x[1, 1:] = 0.0, 0.0
     for signed in (True, False):
         values = x if signed else x.square()
-        codes, octaves = torch.empty(64, 128, dtype=torch.uint8), torch.empty(64, dtype=torch.uint8)
+        codes, exponents = torch.empty(64, 128, dtype=torch.uint8), torch.empty(64, dtype=torch.uint8)
         how = {"signed": signed, "nonzero": not signed}
-        encode(values, codes, octaves, **how)
-        found = decode(codes, octaves, signed=signed)
-        again = torch.empty_like(codes), torch.empty_like(octaves)
+        encode(values, codes, exponents, **how)
+        found = decode(codes, exponents, signed=signed)
+        again = torch.empty_like(codes), torch.empty_like(exponents)
         encode(found, *again, **how)
         assert torch.equal(again[0], codes)
-        assert torch.equal(again[1], octaves)
+        assert torch.equal(again[1], exponents)
         inside = values.abs() > values.abs().amax(1, keepdim=True) * 2.0 ** (-14 if signed else -30)
         assert ((found - values).abs() <= values.abs() * 2.0**-4 * 1.001)[inside].all()
         assert bool(((found != 0) >= (values != 0)).all()) == (not signed)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import DisagreementError, MarsitAdam, MarsitSGD, Rounds
-from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, Told, Transport
+from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, SimulatedTransport, StepContext, Transport
 from fusedonebit.triton_kernels import Coef, FlatLayout
 
 # ---------------------------------------------------------------- one process, groups, and what is told
@@ -210,7 +210,7 @@ def test_the_local_work_for_a_segment_is_done_while_its_bits_are_under_way():
         watched = Watched(transport.group, rank)
         watched.notes = []
         reduce = MarsitAllReduce(FlatLayout((3000,), 3), watched, full_precision_every=0)
-        told = Told(goes=torch.ones(1, len(Coef)))
+        told = StepContext(coef=torch.ones(1, len(Coef)))
         reduce.synchronise(lambda part, chunks: watched.notes.append("prepare"), told)
         return watched.notes
 

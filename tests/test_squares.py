@@ -103,8 +103,8 @@ def coded(x: Tensor, blocks: int) -> Tensor:
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-12, 1.0, 1e20, 3e37])
 def test_a_logarithm_is_within_a_sixteenth_over_32_octaves(magnitude):
-    octaves = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 30
-    x = (magnitude * torch.exp2(-octaves)).double().clamp(min=1.2e-38).float()
+    exponents = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 30
+    x = (magnitude * torch.exp2(-exponents)).double().clamp(min=1.2e-38).float()
     found = coded(x, 8)
     off = float(((found - x).abs() / x).max())
     print(f"{magnitude}: off by {off:.4f} (limit 1/16)")

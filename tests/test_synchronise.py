@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import triton_kernels
-from fusedonebit.comm import CompressedAllReduce, SimulatedGroup, Told
+from fusedonebit.comm import CompressedAllReduce, SimulatedGroup, StepContext
 from fusedonebit.triton_kernels import Coef, FlatLayout, using
 from fusedonebit.triton_kernels.finish import LANES, PIECE
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, folded
@@ -242,7 +242,9 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler: eager ops are made of torch's")
-@pytest.mark.parametrize("told", [Told(number=7), Told(), Told(hold=torch.zeros(1, dtype=torch.int32))], ids=str)
+@pytest.mark.parametrize(
+    "told", [StepContext(number=7), StepContext(), StepContext(hold=torch.zeros(1, dtype=torch.int32))], ids=str
+)
 @pytest.mark.parametrize("scope", ["global", "block"])
 def test_nothing_but_five_ops_runs_in_a_synchronisation(scope, told):
     def run(rank: int, transport: Any) -> list[str]:

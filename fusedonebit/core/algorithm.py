@@ -306,5 +306,5 @@ class Algorithm(Stage):
 
     def described(self) -> list[str]:
         """Return lines for ``repr``: what it alone can be told."""
-        own = [name for name in self.options.told if name not in Options.told]
+        own = [name for name in self.options.recorded if name not in Options.recorded]
         return [f"{name}: {getattr(self.options, name)}" for name in own]

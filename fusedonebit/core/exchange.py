@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..comm import BucketedAllReduce, FeedbackReducer, Flag, Reducer, SignVote, Told
+from ..comm import BucketedAllReduce, FeedbackReducer, Flag, Reducer, SignVote, StepContext
 from ..comm.reducer import Compress
 from ..comm.sign_vote import Aggregation
 from ..triton_kernels import apply_momentum
@@ -37,9 +37,9 @@ class Exchange(Part):
         self.frame, self.reducer = frame, reducer
         self.lost: Tensor | None = None
 
-    def told(
+    def context(
         self, abort: bool, hold: Tensor | None = None, drawn: Tensor | None = None, limit: Limit | None = None
-    ) -> Told:
+    ) -> StepContext:
         """Return what this rank tells the others of a step; one that aborts says that it has all gradients."""
         frame = self.frame
         missing: Sequence[int] = () if abort else frame.missing
@@ -50,20 +50,20 @@ class Exchange(Part):
             "drawn": drawn,
             "updates": frame.steps.updates,
         }
-        return Told(frame.coefficients.tag, frame.steps.number, abort, hold, **how)
+        return StepContext(frame.coefficients.tag, frame.steps.number, abort, hold, **how)
 
-    def synchronise(self, compress: Compress, told: Told, coef: Tensor) -> Tensor:
+    def synchronise(self, compress: Compress, context: StepContext, coef: Tensor) -> Tensor:
         """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""
-        self.reducer.synchronise(compress, self.begin(told))
+        self.reducer.synchronise(compress, self.begin(context))
         return self.received(coef)
 
-    def begin(self, told: Told) -> Told:
+    def begin(self, context: StepContext) -> StepContext:
         """Return what this rank tells the others, with what is renewed, and united, on the way."""
         frame = self.frame
-        told = told._replace(renewal=frame.coefficients.renewal())
+        context = context._replace(renewal=frame.coefficients.renewal())
         if frame.ranks.model_parallel.groups:
-            told = told._replace(unite=partial(self._unite, told.abort))
-        return told
+            context = context._replace(unite=partial(self._unite, context.abort))
+        return context
 
     def received(self, coef: Tensor) -> Tensor:
         """Return coefficients that leave tensors as they are of which no rank has a gradient."""
@@ -131,7 +131,7 @@ class FeedbackExchange(Exchange):
         if not compressed:
             return ()
         reducer = self.reducer
-        bits, of_worker, of_server = reducer.bits, reducer.octaves, reducer.server_octaves
+        bits, of_worker, of_server = reducer.bits, reducer.exponents, reducer.server_exponents
         ternary = bits.dim() == 3
         worker: dict[str, Any] = {"exponents": None if of_worker is None else of_worker[0], "of_rank": True}
         server: dict[str, Any] = {"exponents": None if of_server is None else of_server.view(-1), "of_rank": True}

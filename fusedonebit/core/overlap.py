@@ -16,7 +16,7 @@ from ..comm import (
     CollectiveError,
     FeedbackReducer,
     HierarchicalAllReduce,
-    Told,
+    StepContext,
     TorchTransport,
     Transport,
     make_all_reduce,
@@ -41,7 +41,7 @@ class Sends(Protocol):
     def compressing(self, grads: Sequence[Tensor], coef: Tensor) -> Compress:
         """Return what compresses this rank's momentum, with these gradients in it."""
 
-    def told(self, abort: bool) -> Told:
+    def context(self, abort: bool) -> StepContext:
         """Return what this rank tells the others."""
 
     def table(self) -> Tensor:
@@ -66,7 +66,7 @@ def make_reducer(
         "scale_norm": options.scale_norm,
         "scale_scope": options.scale_scope,
         "compensated": compensated,
-        "octaves": exponents,
+        "exponents": exponents,
         "live": frame.live,
         "ternary": options.ternary,
         "shards": ranks.shards,
@@ -118,7 +118,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         """Tell that each bucket travels by itself: a rank that has started none can't know what others have."""
         return False
 
-    def write(self, compress: Compress, told: Told) -> None:
+    def write(self, compress: Compress, context: StepContext) -> None:
         """Wait for what the backward pass has sent, and average the rest; ``error`` is what went wrong there."""
         self._check_gradients()
         error = self._found
@@ -131,8 +131,8 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             )
         if error is not None:
             # What was sent cannot be held back: all buckets are skipped.
-            told = told._replace(abort=True, missing=(), hold=None)
-        super().write(compress, told)
+            context = context._replace(abort=True, missing=(), hold=None)
+        super().write(compress, context)
         self.error = error
 
     def close(self) -> None:
@@ -205,12 +205,12 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         compress = stage.compressing(grads, coef)
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
         coming = as_word(stage.frame.steps.count.coming)
-        told = stage.told(self._found is not None)._replace(number=coming, missing=())
+        context = stage.context(self._found is not None)._replace(number=coming, missing=())
         self.under_way.add(bucket)
         # The other stream may still read them when nobody else has them any more: gradients are copies where their
         # memory order is another than the parameter's.
-        self._in_use.append((compress, told))
-        self._run(lambda: self.start(bucket, compress, told))
+        self._in_use.append((compress, context))
+        self._run(lambda: self.start(bucket, compress, context))
 
     def _run(self, job: Callable[[], None]) -> None:
         job = torch.no_grad()(job)  # of each thread

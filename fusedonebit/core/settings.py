@@ -369,7 +369,7 @@ class Options(Numerics, Wire, Faults):
     grouped: ClassVar[tuple[str, ...]] = ("maximize",)
     """Those that are defaults of groups, and are compared with these."""
 
-    told: ClassVar[tuple[str, ...]] = ("bias_correction", "eps_inside_sqrt", "stochastic_rounding")
+    recorded: ClassVar[tuple[str, ...]] = ("bias_correction", "eps_inside_sqrt", "stochastic_rounding")
     """What changes what a step computes, and a checkpoint does not compare otherwise: it says them."""
 
     @property

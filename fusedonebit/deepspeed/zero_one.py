@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..comm import Told
+from ..comm import StepContext
 from ..core.frame import Frame
 from ..core.header import FLAG, Field, Fields
 from ..core.scaling import Agreed
@@ -82,9 +82,9 @@ class DeepSpeedLocalAdam(LocalAdam):
             self.lost.zero_()
         return agreed
 
-    def synchronise(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+    def synchronise(self, grads: Sequence[Tensor], agreed: Agreed, context: StepContext, coef: Tensor) -> None:
         if not self._is_frozen():
-            self._average_gradient(grads, agreed, told, coef)
+            self._average_gradient(grads, agreed, context, coef)
             return
         # The last step of a round is as the others; what all have added up is compressed apart.
         steps = self.plan.round.steps
@@ -94,8 +94,8 @@ class DeepSpeedLocalAdam(LocalAdam):
         coef[:, Coef.STEP_SIZE] = self.moved[STEP_SIZE] / steps
         coef[:, Coef.DECAY] = self.moved[DECAY]
         plain, nothing = self.reducer.plain_coefficients(), [self.frame.nothing] * len(grads)
-        told = told._replace(hold=None, pending=self.pending)
-        self.exchange.synchronise(lambda part: part.compress(nothing, plain), told, coef)
+        context = context._replace(hold=None, pending=self.pending)
+        self.exchange.synchronise(lambda part: part.compress(nothing, plain), context, coef)
         self.apply(coef, None)
 
     def sum_up(self, coef: Tensor) -> None:
@@ -103,11 +103,11 @@ class DeepSpeedLocalAdam(LocalAdam):
             self.moved[STEP_SIZE], self.moved[DECAY] = 0.0, 1.0
         self.moved[STEP_SIZE].add_(coef[:, Coef.STEP_SIZE])
 
-    def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+    def _average_gradient(self, grads: Sequence[Tensor], agreed: Agreed, context: StepContext, coef: Tensor) -> None:
         """Take Adam's step with the average of compressed gradients, and with the variance that is."""
         frame, reducer = self.frame, self.reducer
-        told = told._replace(sums=False)  # no ``apply_momentum`` reads these bits
-        self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef), told, coef)
+        context = context._replace(sums=False)  # no ``apply_momentum`` reads these bits
+        self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef), context, coef)
         if frame.absent is not None:
             reducer.scale.masked_fill_(frame.absent[frame.places.block_tensor], 0.0)
         self.bits.rebuild(self.anchor, coef)

@@ -27,7 +27,7 @@ class AdamWOptions(Options):
 
     bias_correction: bool = True
     takes: ClassVar[frozenset[str]] = Options.takes - {"eps_inside_sqrt"} | {"state", "release_gradients"}
-    told: ClassVar[tuple[str, ...]] = (*Options.told, "state")
+    recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "state")
 
     def check(self) -> None:
         """Raise ValueError for the first bad setting, also for what needs gradients that are released early."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Flag, Told
+from ..comm import Flag, StepContext
 from ..comm.reducer import Compress
 from ..comm.squares import NOWHERE, Looks
 from ..core.averages import Averages
@@ -75,13 +75,13 @@ class Compressed(Stage):
         exchange, reducer = self.exchange, self.exchange.reducer
         agreed = self.agree(grads, coef)  # on clipping and loss scales, where there are any
         limit = self.guard.limit_of(coef, self.frame.places.block_tensor) if self.guard.on else None
-        told = exchange.begin(self.told(abort, agreed.hold, limit))
+        context = exchange.begin(self.context(abort, agreed.hold, limit))
         # Lines 6 and 7: m_i = beta1*m + (1 - beta1)*g_i; C(m_i + e_i) is written, and e_i becomes what that loses.
-        reducer.write(self.compressing(grads, agreed.coef, agreed.factor), told)
+        reducer.write(self.compressing(grads, agreed.coef, agreed.factor), context)
         reducer.send()  # line 8: chunk k goes to server k
-        reducer.serve(told)  # line 10: it averages what arrives, adds E, compresses, and keeps what that loses
+        reducer.serve(context)  # line 10: it averages what arrives, adds E, compresses, and keeps what that loses
         reducer.gather()  # line 11
-        reducer.receive(told)  # line 13: m, the same on all workers
+        reducer.receive(context)  # line 13: m, the same on all workers
         coef = exchange.received(coef)
         if self.tells:  # the next step renews v
             self.variance.share()
@@ -97,9 +97,9 @@ class Compressed(Stage):
         """Tell whether ranks share squares in this step; a captured one would in each replay."""
         return self.variance.due and not self.frame.steps.captured
 
-    def told(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> Told:
+    def context(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> StepContext:
         """Return what this rank tells the others."""
-        return self.exchange.told(abort, hold, self.frame.steps.updates if self._rounds else None, limit)
+        return self.exchange.context(abort, hold, self.frame.steps.updates if self._rounds else None, limit)
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         """Return what compresses this rank's momentum, with these gradients, times ``factor``, in it."""
@@ -148,7 +148,7 @@ class Compressed(Stage):
         """Take note that the warm-up begins again."""
         self.running = False
 
-    # ---------------------------------------------------------------- what the guard is told
+    # ---------------------------------------------------------------- what the guard knows
 
     def factor(self) -> Tensor:
         """Return what an update is multiplied with besides the learning rate: float32 [tensors]."""
@@ -190,7 +190,7 @@ class Compressed(Stage):
         """Return the squares of this worker's gradients, where the variance is renewed of them."""
         if not compressed:
             return ()
-        squares, exponents = self.exchange.reducer.worker_sq, self.exchange.reducer.octaves
+        squares, exponents = self.exchange.reducer.worker_sq, self.exchange.reducer.exponents
         how: dict[str, Any] = {"of_rank": True, "not_negative": True, "wanted": squares is not None}
         if squares is None:
             return (StateTensor("worker_sq", "part", torch.empty(0), **how),)
@@ -199,9 +199,9 @@ class Compressed(Stage):
     def settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the stage goes on."""
         own = self.options
-        told: dict[str, Any] = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
-        told["frozen_dtype"] = str(own.variance_dtype)
-        return told | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
+        chosen: dict[str, Any] = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
+        chosen["frozen_dtype"] = str(own.variance_dtype)
+        return chosen | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         """Take up what an earlier run has kept of each tensor, by name."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm.absent import Kept, absence
+from ..comm.absent import Backup, absence
 from ..core.averages import Averages, room_for
 from ..core.frame import Frame
 from ..core.header import FLAG, Field, Fields
@@ -80,7 +80,7 @@ class CompressedLamb(Compressed):
         return self.moments.exp_avg_sq
 
     def layer_stats(self) -> dict[str, list[Any]]:
-        return super().layer_stats() | self.layers.told(self.following())
+        return super().layer_stats() | self.layers.stats_of(self.following())
 
     # ---------------------------------------------------------------- a part of an algorithm
 
@@ -205,7 +205,7 @@ class PaperLamb(CompressedLamb):
     def update(self, coef: Tensor) -> None:
         """Move by m, as lines 14 to 21 of Algorithm 1 say; those before are ``Compressed.step``'s."""
         frame, reducer, options, layers = self.frame, self.exchange.reducer, self.options, self.layers
-        kept = self._keep_last() if options.ratios else None
+        backup = self._back_up() if options.ratios else None
         if options.ratios:
             norms = self.warm_update.norms if options.deepspeed else None
             new, last = Signs(reducer.bits, reducer.scale), Signs(self._last_bits, self._last_scale)
@@ -226,10 +226,10 @@ class PaperLamb(CompressedLamb):
             coef[:, Coef.DECAY] = 1 - coef[:, Coef.LR] * average * coef[:, Coef.WEIGHT_DECAY]
         # Line 21: x = x - lr * c * (m / (sqrt(v) + eps) + lambda * x), with the variance as it was frozen.
         self.exchange.apply(coef, self.divisor)
-        if kept is not None and frame.absent is not None:
-            kept.restore(frame.absent)
+        if backup is not None and frame.absent is not None:
+            backup.restore(frame.absent)
 
-    def _keep_last(self) -> Kept | None:
+    def _back_up(self) -> Backup | None:
         """Keep the last momentum, to put it back where there was no gradient; coefficients keep the fresh variance.
 
         In the first compressed step there is none in bits yet: the next gradient rebuilt is then too large, once.
@@ -238,7 +238,7 @@ class PaperLamb(CompressedLamb):
         if frame.absent is None:
             return None
         rows = absence(frame.layout, frame.missing, frame.device).rows
-        return Kept(rows, frame.places.block_tensor, bits=[self._last_bits], tables=[self._last_scale])
+        return Backup(rows, frame.places.block_tensor, bits=[self._last_bits], tables=[self._last_scale])
 
     # ---------------------------------------------------------------- from one stage to the other
 

@@ -27,7 +27,7 @@ class LambOptions(Options, Layerwise):
 
     objects: ClassVar[dict[str, Any]] = {**Options.objects, "layerwise": Layerwise}
     takes: ClassVar[frozenset[str]] = Options.takes | {"c_min", "c_max", "beta3", "state"}
-    told: ClassVar[tuple[str, ...]] = (*Options.told, "state")
+    recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "state")
     grouped: ClassVar[tuple[str, ...]] = (*Options.grouped, "c_min", "c_max", "beta3")
 
 
@@ -83,7 +83,7 @@ class LambLayers(Part):
         """Return that of each tensor's live elements, float64 [tensors], of values float32 [P]."""
         return self.segments(square_sums(self.frame.places, flat))
 
-    def told(self, exp_avg_sq: Tensor) -> dict[str, list[Any]]:
+    def stats_of(self, exp_avg_sq: Tensor) -> dict[str, list[Any]]:
         """Return what ``layer_stats`` tells, where ``exp_avg_sq``, [P], follows the gradients."""
         average, ratio, coefficient = (row.tolist() for row in self.table)
         norms = self.sum_of_squares(exp_avg_sq).sqrt().tolist()
@@ -154,7 +154,7 @@ class AveragedLamb(Algorithm):
         return self._averaged
 
     def layer_stats(self) -> dict[str, list[Any]]:
-        return super().layer_stats() | self.layers.told(self.moments.exp_avg_sq)
+        return super().layer_stats() | self.layers.stats_of(self.moments.exp_avg_sq)
 
 
 class Lamb(DistributedOptimizer):

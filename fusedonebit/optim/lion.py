@@ -26,7 +26,7 @@ class LionOptions(Options):
 
     aggregation: Aggregation
     takes: ClassVar[frozenset[str]] = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
-    told: ClassVar[tuple[str, ...]] = (*Options.told, "aggregation")
+    recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "aggregation")
 
 
 class Votes(Algorithm):
@@ -58,7 +58,7 @@ class Votes(Algorithm):
             where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
             lion_compress(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
 
-        exchange.apply(exchange.synchronise(vote, exchange.told(abort, agreed.hold), coef))
+        exchange.apply(exchange.synchronise(vote, exchange.context(abort, agreed.hold), coef))
         return exchange.end()
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:

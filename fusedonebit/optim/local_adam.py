@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import CompressedAllReduce, Flag, Told, make_all_reduce
-from ..comm.absent import Kept, absence
+from ..comm import CompressedAllReduce, Flag, StepContext, make_all_reduce
+from ..comm.absent import Backup, absence
 from ..core.algorithm import Algorithm
 from ..core.exchange import FeedbackExchange
 from ..core.frame import Frame
@@ -175,8 +175,8 @@ class LocalAdam(Algorithm):
             return this.end_step()
         alone = this.local
         agreed = self.agree_on_step(grads, coef)
-        told = this.told(self.exchange.told(abort or this.failed, agreed.hold))
-        self.synchronise(grads, agreed, told, coef)
+        context = this.of_round(self.exchange.context(abort or this.failed, agreed.hold))
+        self.synchronise(grads, agreed, context, coef)
         flags = self.exchange.end()
         if frame.absent is not None:
             frame.steps.of_each -= frame.absent * alone
@@ -206,9 +206,9 @@ class LocalAdam(Algorithm):
             worker = self.reducer.worker
             worker.settle()
             rows = absence(frame.layout, frame.missing, frame.device).rows
-            kept = Kept(rows, frame.places.block_tensor, elements=[worker.compensated])
+            backup = Backup(rows, frame.places.block_tensor, elements=[worker.compensated])
             self.add(grads, leaving_out(frame, scaled), agreed.hold, moves=True, last=False)
-            kept.restore(torch.ones(len(frame.parameters), dtype=torch.bool, device=frame.device))
+            backup.restore(torch.ones(len(frame.parameters), dtype=torch.bool, device=frame.device))
             if last:
                 self.add(grads, scaled, agreed.hold, moves=False, last=True)
         self.sum_up(coef)
@@ -229,23 +229,23 @@ class LocalAdam(Algorithm):
         """Add up how far steps of the round go, and how much is left of the parameters; ``coef`` is this step's."""
         self.frame.coefficients.add_up(self.moved, self.round.local == 0, self.plan.round.steps)
 
-    def synchronise(self, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor) -> None:
+    def synchronise(self, grads: Sequence[Tensor], agreed: Agreed, context: StepContext, coef: Tensor) -> None:
         """Take the last step of a round: its update is compressed with those before it (lines 8 to 11)."""
         if self.own is not None:
-            self._synchronise_own(self.own, grads, agreed, told, coef)
+            self._synchronise_own(self.own, grads, agreed, context, coef)
             return
         steps = self.plan.round.steps
         if steps == 1 and self.bits.as_floats:
             self.add(grads, coef, None, moves=False, last=True)
         v, inside = self.moments.exp_avg_sq if self.options.precondition else None, self.bits.floored
-        told = told._replace(pending=self.pending)
+        context = context._replace(pending=self.pending)
         if steps > 1:
             self.sum_up(coef)
-        self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef, v, inside), told, coef)
+        self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef, v, inside), context, coef)
         self.apply(coef, agreed.hold)
 
     def _synchronise_own(
-        self, own: OwnVariance, grads: Sequence[Tensor], agreed: Agreed, told: Told, coef: Tensor
+        self, own: OwnVariance, grads: Sequence[Tensor], agreed: Agreed, context: StepContext, coef: Tensor
     ) -> None:
         """Take a round's last step where each worker has its own variance: compress how far it has moved in the round.
 
@@ -253,12 +253,12 @@ class LocalAdam(Algorithm):
         """
         frame, exchange = self.frame, self.exchange
         # One that can't take the step has no gradient: nothing of it may count as one that is 0.
-        hold = torch.ones_like(self.round.no_flags) if told.abort else agreed.hold
-        kept = self._keep_own(told.missing)
+        hold = torch.ones_like(self.round.no_flags) if context.abort else agreed.hold
+        backups = self._back_up(context.missing)
         self.add(grads, agreed.coef, hold, moves=True, last=True)
-        told = told._replace(pending=self.pending)
-        exchange.synchronise(lambda part: part.compress(self._all_missing, self._plain), told, coef)
-        self.reducer.kept += kept
+        context = context._replace(pending=self.pending)
+        exchange.synchronise(lambda part: part.compress(self._all_missing, self._plain), context, coef)
+        self.reducer.backups += backups
         left, decay, far = self._plain[:, Coef.DECAY], coef[:, Coef.DECAY], coef[:, Coef.STEP_SIZE]
         rests = may_rest(frame)
         if self.round.local == 0:
@@ -275,20 +275,20 @@ class LocalAdam(Algorithm):
             self.follow(own, grads, agreed.factor)
         self.end_round()
 
-    def _keep_own(self, missing: Sequence[int]) -> list[Kept]:
+    def _back_up(self, missing: Sequence[int]) -> list[Backup]:
         """Save the state of tensors without a gradient here, to put it back if no other rank has one either."""
         frame, moments, worker = self.frame, self.moments, self.reducer.worker
         if not missing:
             return []
         worker.settle()
         rows = absence(frame.layout, missing, frame.device).rows
-        return [Kept(rows, frame.places.block_tensor, [worker.compensated, moments.exp_avg, moments.exp_avg_sq])]
+        return [Backup(rows, frame.places.block_tensor, [worker.compensated, moments.exp_avg, moments.exp_avg_sq])]
 
     def follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
         """Update rho, the ratio of the mean gradient's squares to the workers' own, from this step's gradients."""
-        told = own.tell(grads, factor, self.moments.exp_avg_sq)
-        own.follow(told, self.reducer.flags, self.frame.absent)
-        self.reducer.heard(told)
+        sent = own.tell(grads, factor, self.moments.exp_avg_sq)
+        own.follow(sent, self.reducer.flags, self.frame.absent)
+        self.reducer.heard(sent)
 
     def of_gradients(self, coef: Tensor) -> Tensor:
         """Return the coefficients with which gradients count in this step, as yet unscaled."""

@@ -145,9 +145,9 @@ class Marsit(Algorithm):
         alone = this.local
         agreed = self.agree(grads, coef)
         own = leaving_out(frame, agreed.coef) if several else agreed.coef
-        told = this.told(self.exchange.told(abort or this.failed, agreed.hold))
+        context = this.of_round(self.exchange.context(abort or this.failed, agreed.hold))
         moments = [flat for flat in (self.exp_avg, self.exp_avg_sq) if flat.numel()]
-        told = told._replace(changed=moments, goes=coef, steps=self.options.local_steps)
+        context = context._replace(changed=moments, coef=coef, steps=self.options.local_steps)
 
         def add(part: RoundAllReduce, chunks: slice) -> None:
             # Algorithm 1, line 1: eta_l * g, or what SGD or Adam make of g, and the compensation.
@@ -155,7 +155,7 @@ class Marsit(Algorithm):
 
         # Algorithm 2, line 5. Algorithm 1, lines 2 to 9: on their way from worker to worker the signs of all become
         # one sign per coordinate; line 11: in rounds of full precision the mean of all is taken. That is g_t.
-        self.exchange.synchronise(add, told, coef)
+        self.exchange.synchronise(add, context, coef)
         if reducer.full_precision and may_rest(frame):
             reducer.keep_back(coef[:, Coef.LR] == 0.0)
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.

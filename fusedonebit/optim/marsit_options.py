@@ -93,8 +93,8 @@ class MarsitOptions(LocalOptions, Rounds):
     objects: ClassVar[dict[str, Any]] = {**LocalOptions.objects, "rounds": Rounds}
     takes: ClassVar[frozenset[str]] = LocalOptions.takes | names_of(Rounds) | {"hierarchy", "hierarchy_dtype"}
     grouped: ClassVar[tuple[str, ...]] = ("global_ratio", *LocalOptions.grouped)
-    told: ClassVar[tuple[str, ...]] = (
-        *(*LocalOptions.told, "local_steps", "topology", "rows", "full_precision_every"),
+    recorded: ClassVar[tuple[str, ...]] = (
+        *(*LocalOptions.recorded, "local_steps", "topology", "rows", "full_precision_every"),
         *("compensation_limit", "seed"),
     )
 

@@ -26,7 +26,7 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     objects: ClassVar[dict[str, Any]] = {**OneBitOptions.objects, "layerwise": Layerwise}
     takes: ClassVar[frozenset[str]] = (OneBitOptions.takes - {"state"}) | names_of(Layerwise) | {"variant"}
     grouped: ClassVar[tuple[str, ...]] = (*LambOptions.grouped, *RATIOS)
-    told: ClassVar[tuple[str, ...]] = (*(name for name in OneBitOptions.told if name != "state"), "variant")
+    recorded: ClassVar[tuple[str, ...]] = (*(name for name in OneBitOptions.recorded if name != "state"), "variant")
 
     @classmethod
     def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:

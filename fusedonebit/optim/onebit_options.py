@@ -46,7 +46,7 @@ class OneBitOptions(Options):
     total_steps: int | None = None
 
     takes: ClassVar[frozenset[str]] = names_of(Numerics, Wire, Faults) - {"release_gradients"}
-    told: ClassVar[tuple[str, ...]] = (*Options.told, "scale_norm", "scale_scope", "variance_floor", "state")
+    recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "scale_norm", "scale_scope", "variance_floor", "state")
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import Told
+from ..comm import StepContext
 from ..core.frame import Frame
 from ..core.header import COUNT, INT, Field, Fields, list_of
 from ..core.part import Part
@@ -85,9 +85,9 @@ class RoundCount(Part):
             with steps.whole("the end of a round"):
                 settle(self.unsettled.pop(0)[1], skipped)
 
-    def told(self, told: Told) -> Told:
+    def of_round(self, context: StepContext) -> StepContext:
         """Return what a rank tells the others at the end of a round, instead of what it would of a step."""
-        return told._replace(missing=() if told.abort else self.missed, tag=self._mixed_tag())
+        return context._replace(missing=() if context.abort else self.missed, tag=self._mixed_tag())
 
     def _mixed_tag(self) -> int:
         """Return a hash of the hyper-parameters of all steps of this round so far, the present one included."""

@@ -27,8 +27,8 @@ class ZeroOneOptions(RoundOptions):
     takes: ClassVar[frozenset[str]] = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
         *("scale_norm", "scale_scope", "precondition", "variance_floor", "serve_alone", "hierarchy")
     }
-    told: ClassVar[tuple[str, ...]] = (
-        *Options.told,
+    recorded: ClassVar[tuple[str, ...]] = (
+        *Options.recorded,
         "variance_policy",
         "sync_policy",
         "scale_norm",

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...comm.message import Told
+from ...comm.message import StepContext
 from ...comm.rounds import Prepare, RoundAllReduce
 from ...comm.transport import Transport
 from ...ring_topology import Hop, Stage, Topology, stages
@@ -57,12 +57,12 @@ class HopBaseline(RoundAllReduce):
         self.coding, self.seed = coding, seed
         self._stages = stages(topology, layout.world_size, self.transport.rank)
 
-    def _round(self, prepare: Prepare, told: Told) -> tuple[Tensor, Tensor]:
+    def _round(self, prepare: Prepare, context: StepContext) -> tuple[Tensor, Tensor]:
         prepare(self.everything)
         words, own = self._gather_headers()
-        update, kept = self._aggregate(self.compensated, self._step_of(told))
+        update, kept = self._aggregate(self.compensated, self._step_of(context))
         self.values = update * self._live.mask()
-        self.compensated.copy_(torch.where(self._is_taken(words, own, told), kept, self.compensated))
+        self.compensated.copy_(torch.where(self._is_taken(words, own, context), kept, self.compensated))
         return words, own
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:

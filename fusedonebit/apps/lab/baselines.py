@@ -41,7 +41,14 @@ class BaselineOptions(LocalOptions):
     seed: int
     rows: ClassVar = None
     full_precision_every: ClassVar = 0
-    told: ClassVar[tuple[str, ...]] = (*LocalOptions.told, "local_steps", "aggregation", "topology", "coding", "seed")
+    recorded: ClassVar[tuple[str, ...]] = (
+        *LocalOptions.recorded,
+        "local_steps",
+        "aggregation",
+        "topology",
+        "coding",
+        "seed",
+    )
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""

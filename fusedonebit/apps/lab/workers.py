@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import CompressedAllReduce, Told
+from ...comm import CompressedAllReduce, StepContext
 from ...comm.feedback import Unit
 from ...comm.reducer import Compress
 from ...comm.transport import CountingTransport, Pending, Waiting
@@ -75,7 +75,8 @@ class BatchedAllReduce(WorkerAllReduce):
     def __init__(self, of: CompressedAllReduce, **options: Any) -> None:
         """Take the place of ``of``, in its memory, before anything was compressed; ``options`` as it was made with."""
         world_size = of.layout.world_size
-        taken: dict[str, Any] = {"compensated": of.worker_residual, "worker_sq": of.worker_sq, "octaves": of.octaves}
+        taken: dict[str, Any] = {"compensated": of.worker_residual, "worker_sq": of.worker_sq}
+        taken["exponents"] = of.exponents
         options["live"] = of.live
         super().__init__(of.layout, of.transport, **taken, **options)
         # The result, which all share, and its checksum.
@@ -97,40 +98,40 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in self.ranks[1:]:
             rank.worker.compensated.copy_(self.worker.compensated)
             rank.worker.scale.copy_(self.worker.scale)
-        self._share_octaves(slice(None))
+        self._share_exponents(slice(None))
 
-    def _share_octaves(self, rows: slice) -> None:
+    def _share_exponents(self, rows: slice) -> None:
         """Give all workers rank 0's, where there are any, of what all have alike."""
         for rank in self.ranks[1:]:
-            if rank.octaves is not None and self.octaves is not None:
-                rank.octaves[rows] = self.octaves[rows]
+            if rank.exponents is not None and self.exponents is not None:
+                rank.exponents[rows] = self.exponents[rows]
 
-    def write(self, compress: Compress, told: Told) -> None:
+    def write(self, compress: Compress, context: StepContext) -> None:
         """See ``FeedbackReducer``."""
         for rank in self.ranks:
-            told_here = told if rank is self else told._replace(renewal=None)  # coefficients are all ranks'
-            CompressedAllReduce.write(rank, compress, told_here)
+            context_here = context if rank is self else context._replace(renewal=None)  # coefficients are all ranks'
+            CompressedAllReduce.write(rank, compress, context_here)
 
     def send(self) -> None:
         """See ``FeedbackReducer``: ``serve`` lets messages go from rank to rank; they count as rank 0 has sent them."""
         self.transport.traffic.add((self.layout.world_size - 1) * self.to_servers.buffer[0].nbytes)
 
-    def serve(self, told: Told) -> None:
+    def serve(self, context: StepContext) -> None:
         """See ``FeedbackReducer``."""
         sent = torch.stack([rank.to_servers.buffer for rank in self.ranks])
         for number, rank in enumerate(self.ranks):
             self.gathered.buffer.copy_(sent[:, number])
-            CompressedAllReduce.serve(rank, told)
+            CompressedAllReduce.serve(rank, context)
 
     def gather(self) -> None:
         """See ``FeedbackReducer``."""
         self.gathered.buffer.copy_(torch.cat([rank.served.buffer for rank in self.ranks]))
         self.transport.traffic.add((self.layout.world_size - 1) * self.served.buffer.nbytes)
 
-    def receive(self, told: Told) -> None:
+    def receive(self, context: StepContext) -> None:
         """See ``FeedbackReducer``."""
         for rank in self.ranks:
-            CompressedAllReduce.receive(rank, told)
+            CompressedAllReduce.receive(rank, context)
 
     def set_norm(self, name: str) -> None:
         """See ``FeedbackReducer``."""
@@ -165,7 +166,7 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in reversed(self.ranks):
             self.scale.copy_(scale)
             CompressedAllReduce.renew_part(rank, unit, v, writes and rank is self)
-        self._share_octaves(slice(1, 2))  # of v
+        self._share_exponents(slice(1, 2))  # of v
 
     def refuse(self, flags: Tensor) -> None:
         """See ``Reducer``."""
