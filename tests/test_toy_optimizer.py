@@ -68,7 +68,7 @@ class MajorityVote(Algorithm):
             where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
             toy_vote(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
 
-        exchange.apply(exchange.synchronise(vote, exchange.told(abort, agreed.hold), coef))
+        exchange.apply(exchange.synchronise(vote, exchange.context(abort, agreed.hold), coef))
         return exchange.end()
 
 

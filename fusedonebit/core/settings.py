@@ -191,8 +191,7 @@ class Wire:
             ``overlap``. For ``OneBitAdam``, ``OneBitLamb``.
         block_size: Elements per block of the flat layout, in which each tensor begins a new block: 1024, 512, 256 or
             128. None: the largest that adds less than 1 % of padding, else the one that adds least.
-        broadcast_parameters: Copy rank 0's parameters to all ranks at the start. Default: False; parameters that differ
-            raise an error.
+        broadcast_parameters: Copy rank 0's parameters to all ranks at the start. Default: False; an error if any differ.
         capturable: Let CUDA graphs capture steps: those of the compression stage, and all of ``AdamW`` and ``Lamb`` on
             a single rank. Default: False. Use it for small models, whose steps wait for the host. Needs
             ``Faults(nonfinite="skip")``. Learning rates become tensors on the device, which schedulers fill in place,
@@ -282,8 +281,7 @@ class Freeze:
         lr_warmup_steps: With ``"auto"``: number of updates in which the learning rate rises, and v is not examined.
             Default: 0.
         deadline: With ``"auto"``: number of updates after which v is frozen even if unstable, with a warning. None:
-            ``lr_warmup_steps`` + 10/(1 - beta2), so 10,000 more with beta2 = 0.999. Raise it if training suffers after
-            the warning.
+            ``lr_warmup_steps`` + 10/(1 - beta2), so 10,000 more with beta2 = 0.999. Raise it if training then suffers.
         warm_start: ``state_dict()`` of an earlier run of this model, on any number of ranks; the same on all ranks. Its
             variance replaces that of the warm-up, as do LAMB's average coefficients and momentum scales; momentum and
             residuals are not used. ``OneBitAdam`` also accepts one of ``torch.optim.AdamW``. Default: None. Use it with
