@@ -31,7 +31,7 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     (
         r"py:class",
         r"(Any)?Floats|Doubles|(Double)?Per(Block|Element|Tensor)|(Coef)?Table|Layers|Partials|Bits|Packed|OfTensors"
-        r"|Headers|Counters?|Starts|Indices|Flag|Moment|Sizes",
+        r"|Headers|Counters?|Starts|Indices|Flag|Moment|Sizes|GroupRows|Pieces|PieceSums|.*Annotated.*",
     ),
     # Behind TYPE_CHECKING, or a type variable.
     (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),

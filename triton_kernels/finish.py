@@ -47,6 +47,10 @@ SUMS = UPDATE + 1
 OF_A_PIECE = 5  # numbers
 
 
+Pieces = Annotated[Table, f"pieces {OF_A_PIECE}"]
+PieceSums = Annotated[Doubles, f"{SUMS} programs"]
+
+
 class Segments(NamedTuple):
     """Cuts segments of blocks, each of which has one scale, into the work of programs."""
 
@@ -54,14 +58,14 @@ class Segments(NamedTuple):
     """Their first blocks, and behind the last the number of blocks."""
     single: Annotated[Table, "_"]
     """Those of at most SHORT blocks, a lane's work each."""
-    pieces: Annotated[Table, f"pieces {OF_A_PIECE}"]
+    pieces: Pieces
     """Of the others, a program's work each: the segment, its first block and behind its last, and of
     the segment the first piece and their number."""
     live: Annotated[Doubles, "segments"]
     """Live elements of each."""
     measured: Annotated[Floats, "segments+"]
     """Their scales, written."""
-    sums: Annotated[Doubles, f"{SUMS} programs"]
+    sums: PieceSums
     """What programs leave for the last: zeros, scratch."""
     tickets: Annotated[Table, "1+pieces"]
     """Of all programs, and of the pieces of each segment: zeros, scratch."""

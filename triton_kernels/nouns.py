@@ -44,6 +44,7 @@ Doubles = Annotated[Tensor, Spec(torch.float64)]
 FloatsOrDoubles = Annotated[Tensor, Spec(torch.float32, others=(torch.float64,))]
 DoublePerBlock = Annotated[Doubles, "B"]
 DoublePerTensor = Annotated[Doubles, "T"]
+GroupRows = Annotated[Doubles, f"groups {GROUP_COLUMNS}"]
 Partials = Annotated[Doubles, "2 B | 3 B"]
 """Sums of each block; the third, of what is not zero, where ternary."""
 Table = Annotated[Tensor, Spec(torch.int32)]
@@ -262,7 +263,7 @@ NOT_COUNTED = Count(None, None, None, None)
 class Coefficients(NamedTuple):
     """The table of coefficients, and what it is made of: anew for the coming step (``advance``), or on the way."""
 
-    groups: Annotated[Doubles, f"groups {GROUP_COLUMNS}"] | None
+    groups: GroupRows | None
     """What each group's tensors have in common; None: the table stays as it is."""
     lr: Annotated[Floats, "groups"] | None
     """Learning rates that are on the device, instead of those in ``groups``."""

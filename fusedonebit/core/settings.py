@@ -191,7 +191,7 @@ class Wire:
             ``overlap``. For ``OneBitAdam``, ``OneBitLamb``.
         block_size: Elements per block of the flat layout, in which each tensor begins a new block: 1024, 512, 256 or
             128. None: the largest that adds less than 1 % of padding, else the one that adds least.
-        broadcast_parameters: Copy rank 0's parameters to all ranks at the start. Default: False; an error if any differ.
+        broadcast_parameters: Copy rank 0's parameters to all ranks first. Default: False; an error if any differ.
         capturable: Let CUDA graphs capture steps: those of the compression stage, and all of ``AdamW`` and ``Lamb`` on
             a single rank. Default: False. Use it for small models, whose steps wait for the host. Needs
             ``Faults(nonfinite="skip")``. Learning rates become tensors on the device, which schedulers fill in place,
@@ -442,11 +442,6 @@ class Options(Numerics, Wire, Faults):
         for kind in self.objects.values():
             if hasattr(kind, "check"):
                 kind.check(self)
-
-
-def values_of(options: Any) -> dict[str, Any]:
-    """Return the fields of an option object, by name."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
 def names_of(*kinds: type) -> frozenset[str]:
