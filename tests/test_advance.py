@@ -251,7 +251,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
     optimizer = MAKE[name]([{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}], 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     compared, renewed, of_round = [], [], []
-    table, received = type(optimizer.algorithm).table, Exchange.received
+    table, received = type(optimizer.algorithm).table, Exchange.take_verdict
 
     def compare(kept, made, but=()):
         columns = [column for column in Coef if column not in but]
@@ -281,7 +281,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(optimizer.algorithm), "table", begun)
-        patch.setattr(Exchange, "received", exchanged)
+        patch.setattr(Exchange, "take_verdict", exchanged)
         for i in range(9):
             for p in params[: 1 + (i % 4 > 0)]:
                 p.grad = torch.randn(p.shape, generator=generator)

@@ -69,7 +69,7 @@ class MajorityVote(Algorithm):
             toy_vote(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
 
         exchange.apply(exchange.synchronise(vote, exchange.context(abort, agreed.hold), coef))
-        return exchange.end()
+        return exchange.restore_absent()
 
 
 class Signum(DistributedOptimizer):

@@ -24,19 +24,19 @@ Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 class Algorithm(Stage):
     """Skeleton of an algorithm: a subclass makes its parts, and says which stage takes the coming step.
 
-    One of a single stage is that stage itself. It is made anew, and filled, where a checkpoint is loaded or a group is
-    added.
+    An algorithm of a single stage is that stage itself. It is made anew, and filled, where a checkpoint is loaded or a
+    group is added.
 
     Args:
         frame: Of the optimizer.
 
     Attributes:
-        phase: The name of the stage of the last step taken.
+        phase: The name of the stage of the last step taken, or of the coming one once that was entered.
         parts: What else keeps something from step to step.
     """
 
     settings: ClassVar[type[Options]] = Options
-    """What the option objects are settled into; its other fields are further ``settings`` of the constructor."""
+    """The dataclass into which Numerics, Wire and Faults are merged; its other fields are arguments of constructors."""
 
     columns: ClassVar[dict[Coef, str]] = {}
     """Hyper-parameters of a group that go into the coefficient table as they are."""
@@ -54,7 +54,7 @@ class Algorithm(Stage):
     """Whether parameters may be shards of tensors."""
 
     corrects: ClassVar[bool] = False
-    """Whether all its ops that read parameters take corrections, so that these may be all that is kept of masters."""
+    """Whether all its ops that read parameters also take corrections of them, so that no float32 masters are needed."""
 
     masters_of_rank: ClassVar[bool] = False
     """Whether each rank has master weights of its own."""
@@ -99,7 +99,7 @@ class Algorithm(Stage):
         """Raise RuntimeError if no group can be added now."""
 
     def carried(self) -> Any:
-        """Return what ``has_grown`` of the algorithm after it needs, besides what is kept of each parameter."""
+        """Return what its successor's ``has_grown`` gets, besides what is kept of each parameter."""
 
     def has_grown(self, carried: Any) -> None:
         """Take over what the algorithm before has ``carried``, now that a group was added."""
@@ -138,7 +138,7 @@ class Algorithm(Stage):
         """Do what follows once a step was counted."""
 
     def error_due(self, error: Exception | None) -> Exception | None:
-        """Return what this step raises, if this rank had an error: all ranks know of it now."""
+        """Return the error that this step raises on this rank, if any; by now every rank has skipped it."""
         late, self.frame.late_error = self.frame.late_error, None
         return error or late
 
@@ -184,7 +184,7 @@ class Algorithm(Stage):
         return self.phases.get(self.phase, False)
 
     def kept(self, compressed: bool | None = None) -> list[StateTensor]:
-        """Return all tensors that it keeps, in this stage or in another, and declares without keeping them."""
+        """Return all tensors that it keeps, in this stage or in another, and those that it only declares."""
         compressed = self.compressed if compressed is None else compressed
         of_masters: dict[str, Any] = {"of_rank": self.masters_of_rank, "holds_parameters": True}
         masters = StateTensor(MASTER, "element", self.frame.nothing, wanted=False, **of_masters)
@@ -300,7 +300,7 @@ class Algorithm(Stage):
         return self.value_of("exp_avg", self.frame.index(param)).to(torch.float32, copy=True)
 
     def value_of(self, name: str, i: int) -> Tensor:
-        """Return what is kept of parameter ``i`` under a name, of its shape: where it lies, but of codes a copy."""
+        """Return what is kept of parameter ``i`` under a name, of its shape: a view, or a float32 copy of codes."""
         (kept,) = (kept for kept in self.kept() if kept.name == name and kept.wanted)
         return kept.part(self.frame, i)
 

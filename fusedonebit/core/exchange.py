@@ -28,7 +28,7 @@ class Exchange(Part):
         reducer: What averages, or votes.
 
     Attributes:
-        lost: Above 0 where this rank's scaler has found an inf since ranks have last met: float32 [1]; or None.
+        lost: Above 0 if this rank has found an inf in a local step of which no other has heard: float32 [1]; or None.
     """
 
     reducer: Reducer
@@ -40,7 +40,7 @@ class Exchange(Part):
     def context(
         self, abort: bool, hold: Tensor | None = None, drawn: Tensor | None = None, limit: Limit | None = None
     ) -> StepContext:
-        """Return what this rank tells the others of a step; one that aborts says that it has all gradients."""
+        """Return the context of this step; a rank that aborts misses no gradient, so that no tensor is left out."""
         frame = self.frame
         missing: Sequence[int] = () if abort else frame.missing
         how: dict[str, Any] = {
@@ -53,20 +53,20 @@ class Exchange(Part):
         return StepContext(frame.coefficients.tag, frame.steps.number, abort, hold, **how)
 
     def synchronise(self, compress: Compress, context: StepContext, coef: Tensor) -> Tensor:
-        """Compress and exchange; return coefficients that leave tensors as they are of which no rank has a gradient."""
-        self.reducer.synchronise(compress, self.begin(context))
-        return self.received(coef)
+        """Compress and exchange; return ``coef``, neutral for tensors of which no rank has a gradient."""
+        self.reducer.synchronise(compress, self.completed(context))
+        return self.take_verdict(coef)
 
-    def begin(self, context: StepContext) -> StepContext:
-        """Return what this rank tells the others, with what is renewed, and united, on the way."""
+    def completed(self, context: StepContext) -> StepContext:
+        """Add the coefficients that are renewed on the way, and the union of flags with model-parallel ranks."""
         frame = self.frame
         context = context._replace(renewal=frame.coefficients.renewal())
         if frame.ranks.model_parallel.groups:
             context = context._replace(unite=partial(self._unite, context.abort))
         return context
 
-    def received(self, coef: Tensor) -> Tensor:
-        """Return coefficients that leave tensors as they are of which no rank has a gradient."""
+    def take_verdict(self, coef: Tensor) -> Tensor:
+        """Note what the exchange has found; return ``coef``, neutral for tensors of which no rank has a gradient."""
         frame, reducer = self.frame, self.reducer
         if frame.ranks.model_parallel.groups:  # what was found on the way, such as a veto
             reducer.refuse(frame.united(reducer.flags))
@@ -78,9 +78,10 @@ class Exchange(Part):
         found.copy_(self.frame.united(found | int(Flag.ABORT) if abort else found))
 
     def apply(self, coef: Tensor, divisor: Divisor | None = None, x_squares: Tensor | None = None) -> None:
-        """Move by the synchronised m: x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x; no divisor: undivided.
+        """Move by the synchronised m: x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x.
 
-        ``x_squares``, float32 [B], becomes the sums of the squares of x by block, if given.
+        Without a ``divisor`` m is applied as it is. ``x_squares``, float32 [B], if given, becomes the sums of the
+        squares of x by block.
         """
         frame, reducer = self.frame, self.reducer
         m, skip = Signs(reducer.bits, reducer.scale), reducer.flags
@@ -88,7 +89,7 @@ class Exchange(Part):
         how = (coef, skip, frame.rounding, reducer.digest, x_squares, *counting, frame.parameters.correction)
         apply_momentum(frame.parameters.dense, frame.places, m, divisor, *how)
 
-    def end(self) -> Tensor:
+    def restore_absent(self) -> Tensor:
         """Leave alone what no rank has a gradient of; return the step's flags, int32 [1]."""
         if self.frame.absent is not None:
             self.reducer.restore(self.frame.absent)
@@ -135,17 +136,13 @@ class FeedbackExchange(Exchange):
         ternary = bits.dim() == 3
         worker: dict[str, Any] = {"exponents": None if of_worker is None else of_worker[0], "of_rank": True}
         server: dict[str, Any] = {"exponents": None if of_server is None else of_server.view(-1), "of_rank": True}
+        server |= {"wanted": reducer.serves, "taken_by": "worker_error"}
         return (
             StateTensor("exp_avg_bits", "bit", bits[:, 0] if ternary else bits),
             StateTensor("exp_avg_nonzero", "bit", bits[:, -1] if ternary else bits, wanted=ternary),
             StateTensor("exp_avg_scale", "block", reducer.scale, not_negative=True),
             StateTensor("worker_error", "part", reducer.worker_residual, **worker),
-            StateTensor(
-                *("server_error", "chunk", reducer.server_residual),
-                **server,
-                wanted=reducer.serves,
-                taken_by="worker_error",
-            ),
+            StateTensor("server_error", "chunk", reducer.server_residual, **server),
         )
 
     def owed(self) -> float:
@@ -172,7 +169,7 @@ class FeedbackExchange(Exchange):
 
 
 class VoteExchange(FeedbackExchange):
-    """Exchanges votes: workers keep nothing of them, and servers only what they compress.
+    """Exchanges votes: workers keep no residual, and servers have one where votes are averaged.
 
     Args:
         frame: Of the optimizer.

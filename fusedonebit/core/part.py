@@ -12,7 +12,7 @@ from .state_tensor import StateTensor
 
 
 class Part:
-    """Skeleton of a part of an algorithm, which keeps nothing: one that does says what.
+    """Skeleton of a part of an algorithm. It keeps nothing; a subclass declares what it keeps.
 
     Checkpoints have what all of an algorithm's parts keep.
     """
@@ -21,11 +21,11 @@ class Part:
     """What it keeps as plain values, in the header of its checkpoints; ``plain_state`` returns them."""
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
-        """Return what it keeps as tensors, in a compressed stage or in another; to no avail until that is entered."""
+        """Return the tensors that it keeps in a compressed stage, or in another; until that begins they are empty."""
         return ()
 
     def held(self) -> Sequence[Tensor]:
-        """Return what else the next step needs of the last, and tables."""
+        """Return other tensors that live from step to step, for ``stats()["state_bytes"]``."""
         return ()
 
     def scratch(self) -> Sequence[Tensor]:
@@ -43,14 +43,14 @@ class Part:
         """Raise ValueError if a checkpoint's can't be taken up."""
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        """Take up a checkpoint's plain values, and make all buffers that it needs, still empty."""
+        """Take up a checkpoint's plain values and make all buffers, before its tensors are loaded."""
 
     def resumed(self, header: Mapping[str, Any]) -> None:
-        """Take note that the buffers are filled."""
+        """Do what follows once the checkpoint's tensors are loaded."""
 
     def stats(self) -> dict[str, Any]:
         """Return what it adds to ``DistributedOptimizer.stats``."""
         return {}
 
     def close(self) -> None:
-        """Give back hooks, and memory that another is about to take up in its place."""
+        """Remove hooks and free large buffers, before a successor allocates its own."""

@@ -17,19 +17,19 @@ from .settings import Options
 
 
 class Stage(Part):
-    """Skeleton of a stage: it says with ``step`` what ranks do with each other's gradients.
+    """Skeleton of a stage, whose ``step`` exchanges gradients, or what is made of them, and updates parameters.
 
     Args:
         frame: Of the optimizer.
 
     Attributes:
         options: The frame's.
-        exchange: With what it exchanges what it compresses; None: it does not.
+        exchange: What sends and receives what it compresses; None: it compresses nothing.
         weighs: How many columns of coefficients weigh gradients, see ``scale_coefficients``.
         averages_gradients: Whether the coming step uses averages of the ranks' gradients; else DDP must leave them
             alone.
         can_capture: Whether the coming step could be captured in a CUDA graph.
-        renews: Whether the coming step renews the table of coefficients, and counts, in other launches' stead.
+        renews: Whether its own kernels renew the coefficients and count the step, so that no extra launch does.
     """
 
     options: Options
@@ -61,7 +61,7 @@ class Stage(Part):
         raise NotImplementedError
 
     def agree(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
-        """Agree with all ranks on what gradients are multiplied with, and on holding still; or decide that alone."""
+        """Agree with all ranks on the factor of gradients and on skipping; ``alone``: this rank decides for itself."""
         frame, scale, most = self.frame, self.frame.loss_scale, self.options.max_grad_norm
         if scale is NO_SCALE and most is None:
             return Agreed(coef)
@@ -96,4 +96,4 @@ class Stage(Part):
         """Raise RuntimeError if the coming step can't be captured in a CUDA graph, for a reason of this stage's own."""
 
     def drop_averages(self) -> None:
-        """Throw away, on all ranks or on none, what DDP has averaged; ``zero_grad`` drops the gradients."""
+        """Throw away, on all ranks or on none, what DDP has averaged. ``zero_grad`` then drops the gradients."""

@@ -27,14 +27,13 @@ class Stepping:
         self.frame, self.first_steps = frame, FirstSteps()
 
     def begin(self, owner: Owner, algorithm: Algorithm, captured: bool = False) -> None:
-        """Enter the stage of the coming step, once: ``take`` does, or before it a hook of the backward pass."""
+        """Enter the stage of the coming step, once; ``take`` does it, or a hook of the backward pass before it."""
         steps, ranks = self.frame.steps, self.frame.ranks
         if steps.begun:
             return
         with steps.breaking():
             if not captured and steps.just_loaded:
-                # Within a round each rank has parameters of its own, and will take those of the round's beginning, on
-                # which all have agreed while they loaded.
+                # Within a round parameters differ from rank to rank; those of its beginning the load has compared.
                 if algorithm.synchronised:
                     self.frame.agree_on_loaded()
                 steps.just_loaded = False
@@ -55,9 +54,9 @@ class Stepping:
 
         Args:
             owner: The optimizer.
-            algorithm: Its.
+            algorithm: The owner's.
             given: This rank's gradients, as ``ParameterList.gradients`` returns them.
-            params: What is updated in the parameters' stead, as a compiler passes it; None: they are.
+            params: What a compiler passes to be updated in the parameters' stead; None: the parameters themselves.
             checked: Whether the gradients are known to be usable.
         """
         frame = self.frame
@@ -79,7 +78,7 @@ class Stepping:
             if steps.count.take(plist.owners, given, compiled=params is not None):
                 stage.check_repeated()
             steps.number = steps.count.number
-        grads, error = self._usable(owner, given, checked)
+        grads, error = self._gradients_or_error(owner, given, checked)
         looks = not (captured or self.first_steps.over or error is not None)
         unasked = not captured and self._averaged_unasked(grads, algorithm.compresses)
         said = self.first_steps.look(frame, grads, steps.count.added_up, unasked) if looks else []
@@ -101,7 +100,7 @@ class Stepping:
             algorithm.compare_state(stage.digest)
         algorithm.after_step()
         error = algorithm.error_due(error)
-        # What replays count comes to the host when one asks.
+        # Replays of CUDA graphs are counted on the device, and read when somebody asks.
         known = [] if captured else steps.outcomes.record(stage.known(flags), failed=error is not None)
         if error is not None:
             steps.count.fail()
@@ -110,18 +109,18 @@ class Stepping:
         if error is not None:
             raise error
         steps.outcomes.act(known, stage.describe)
-        if looks and len(frame.missing) == len(plist) and self._has_nobody():
+        if looks and len(frame.missing) == len(plist) and self._no_rank_has_gradients():
             said.append(NO_GRADIENT)
         if said:
             self.first_steps.say(frame, said)
 
     def _note(self) -> None:
-        """Note what the step has not changed yet, so that one that fails before it moves anything was none."""
+        """Note all counts, so that a step that fails before it changes anything is not counted."""
         ddp, traffic = self.frame.under_ddp, self.frame.ranks.transport.traffic
         noticed = {"elsewhere": ddp.elsewhere}
         self.frame.steps.note((self.first_steps, vars(self.first_steps)), (ddp, noticed), (traffic, vars(traffic)))
 
-    def _usable(
+    def _gradients_or_error(
         self, owner: Owner, given: Sequence[Tensor], checked: bool
     ) -> tuple[Sequence[Tensor], Exception | None]:
         """Return this rank's gradients, and what is wrong with them: then there are none.
@@ -148,7 +147,7 @@ class Stepping:
             warn_of_averages()
         return bool(ddp.elsewhere)
 
-    def _has_nobody(self) -> bool:
+    def _no_rank_has_gradients(self) -> bool:
         """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""
         absent = self.frame.absent
         return self.frame.ranks.transport.world_size == 1 if absent is None else bool(absent.all())

@@ -1,4 +1,4 @@
-"""1-bit Adam's compression stage; 1-bit LAMB's differ from it in what follows the exchange."""
+"""1-bit Adam's compression stage; 1-bit LAMB's (``compressed_lamb``) have another ``update`` after the exchange."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Compressed(Stage):
 
     Args:
         frame: Of the optimizer.
-        moments: Those of the warm-up, in whose memory residuals are.
-        warm_up: What was before.
+        moments: The warm-up's m and v; residuals take over the memory of m.
+        warm_up: Its counts.
 
     Attributes:
         variance: v, by whose root updates are divided.
@@ -62,50 +62,55 @@ class Compressed(Stage):
         self.weighs = SQUARES if options.lives else 1  # a shared variance weighs gradients' squares, too
         coarse = not options.precondition and options.scale_scope != "block"
         self.guard = DivergenceGuard(frame.device, coarse, options.guard != "off")
-        self._rounds = moments.narrow or squares not in (None, torch.float32)
+        self._rounds_randomly = moments.narrow or squares not in (None, torch.float32)
 
     # ---------------------------------------------------------------- the step
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """Take a step of the compression stage, its lines numbered as in 1-bit LAMB's Algorithm 1, 1-bit Adam's.
+        """Take a step of the compression stage; lines are 1-bit Adam's, as 1-bit LAMB's Algorithm 1 numbers them.
 
-        With ``precondition``, the default, line 13's division by sqrt(v) + eps is in line 6: gradients are divided
-        before anything is compressed, and m, e and E are in units of the update.
+        LAMB's own line 13 only sets m; its line 21 moves x. With ``precondition``, the default of ``OneBitAdam``, the
+        division by sqrt(v) + eps is in line 6: gradients are divided before anything is compressed, and m, e and E are
+        in units of the update.
         """
         exchange, reducer = self.exchange, self.exchange.reducer
         agreed = self.agree(grads, coef)  # on clipping and loss scales, where there are any
         limit = self.guard.limit_of(coef, self.frame.places.block_tensor) if self.guard.on else None
-        context = exchange.begin(self.context(abort, agreed.hold, limit))
-        # Lines 6 and 7: m_i = beta1*m + (1 - beta1)*g_i; C(m_i + e_i) is written, and e_i becomes what that loses.
+        context = exchange.completed(self.context(abort, agreed.hold, limit))
+        # Lines 6 and 7: m_i = beta1*m + (1 - beta1)*g_i; C(m_i + e_i) is written. What that loses, the next e_i, is
+        # formed when the next step reads m_i + e_i.
         reducer.write(self.compressing(grads, agreed.coef, agreed.factor), context)
         reducer.send()  # line 8: chunk k goes to server k
-        reducer.serve(context)  # line 10: it averages what arrives, adds E, compresses, and keeps what that loses
+        reducer.serve(context)  # line 10, as server k: averages what has arrived, adds E, compresses; the same of E
         reducer.gather()  # line 11
-        reducer.receive(context)  # line 13: m, the same on all workers
-        coef = exchange.received(coef)
-        if self.tells:  # the next step renews v
+        reducer.receive(context)  # line 13: m, the same on all ranks
+        coef = exchange.take_verdict(coef)
+        if self.shares_squares:  # the next step renews v
             self.variance.share()
         self.update(coef)
-        return exchange.end()
+        return exchange.restore_absent()
 
     def update(self, coef: Tensor) -> None:
         """Move the parameters by m, as line 13 says: x = x - lr * m / (sqrt(v) + eps), with the variance as it is."""
         self.exchange.apply(coef, self.divisor)
 
     @property
-    def tells(self) -> bool:
-        """Tell whether ranks share squares in this step; a captured one would in each replay."""
+    def shares_squares(self) -> bool:
+        """Tell whether ranks share squares in this step; never in a captured one, whose replays would repeat that."""
         return self.variance.due and not self.frame.steps.captured
 
     def context(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> StepContext:
-        """Return what this rank tells the others."""
-        return self.exchange.context(abort, hold, self.frame.steps.updates if self._rounds else None, limit)
+        """Return what this rank shares_squares the others."""
+        return self.exchange.context(abort, hold, self.frame.steps.updates if self._rounds_randomly else None, limit)
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
-        """Return what compresses this rank's momentum, with these gradients, times ``factor``, in it."""
+        """Return what writes the bits of beta1*m + (1 - beta1)*g + e.
+
+        ``coef`` scales g already; ``factor``, float32 [1] or None, does so where its squares are followed.
+        """
         options = self.options
         v, inside = self.moments.exp_avg_sq if options.precondition else None, options.eps_inside_sqrt
-        looks = Looks(self.frame.steps.updates, factor, self.tells) if options.lives else NOWHERE
+        looks = Looks(self.frame.steps.updates, factor, self.shares_squares) if options.lives else NOWHERE
         return lambda part: part.compress(grads, coef, v, inside, looks)
 
     @property
@@ -115,7 +120,7 @@ class Compressed(Stage):
         return None if options.precondition else Divisor(self.moments.exp_avg_sq, None, options.eps_inside_sqrt)
 
     def table(self) -> Tensor:
-        """Return the coefficients of the coming step, be it this stage's or the warm-up's."""
+        """Return the coefficients of the coming step, in either stage: the warm-up has no table of its own."""
         frame, warm_up = self.frame, self.warm_up
         frame.coefficients.memory = warm_up.memory
         mean_sq = self.variance.mean_sq if self.running and not self.options.precondition else None
@@ -135,14 +140,14 @@ class Compressed(Stage):
 
     def check_what_freezes(self) -> None:
         """Raise RuntimeError, before anything is changed, if the warm-up has left nothing that could be frozen."""
-        if self.frame.steps.outcomes.updates == 0 and not self.warm_up.is_corrected:
+        if self.frame.steps.outcomes.updates == 0 and not self.warm_up.any_corrected:
             raise RuntimeError(
                 "freeze_step=0 needs a variance to freeze: pass Freeze(step=0, warm_start=...), call load_state_dict() "
                 "with the state of an earlier run before the first step, or set freeze_step >= 1"
             )
 
     def take_over(self, averages: Averages) -> None:
-        """Take from the warm-up what is needed later: momentum and ``averages`` are still there."""
+        """Take from the warm-up what is needed later, at the freeze, before m and ``averages`` are overwritten."""
 
     def leave(self) -> None:
         """Take note that the warm-up begins again."""
@@ -150,7 +155,7 @@ class Compressed(Stage):
 
     # ---------------------------------------------------------------- what the guard knows
 
-    def factor(self) -> Tensor:
+    def update_factor(self) -> Tensor:
         """Return what an update is multiplied with besides the learning rate: float32 [tensors]."""
         return torch.ones(len(self.frame.layout.sizes), device=self.frame.device)
 
@@ -159,12 +164,12 @@ class Compressed(Stage):
         return update_sums(self.frame.places, x, self.moments.exp_avg_sq, self.options.eps_inside_sqrt, coef)
 
     def arm_guard(self, last: Tensor) -> None:
-        """Tell the guard what an update of sizes s is, and the norm of the ``last`` uncompressed one, float64 []."""
+        """Set the guard's weights, and its reference from the norm of the ``last`` uncompressed update, float64 []."""
         if not self.guard.on:
             return
         frame = self.frame
         owner, live = frame.places.block_tensor, frame.live.numel.double()
-        factor = self.factor().double().square()[owner]
+        factor = self.update_factor().double().square()[owner]
         beta1 = self.table()[:, Coef.BETA1].double()[owner]
         # Momentum of pure noise has this norm; a training run at rest may have less.
         share = ((1 - beta1) / (1 + beta1)).clamp(min=LEAST_SQUARE)
@@ -177,14 +182,14 @@ class Compressed(Stage):
             self.guard.weigh(self._update_weights())
 
     def _update_weights(self) -> Tensor:
-        """Return the square of the norm of an update by block where all sizes are 1: float64 [B]."""
+        """Return each block's squared norm of an update whose scales are all 1: float64 [B]."""
         frame = self.frame
         owner, coef = frame.places.block_tensor, self.table()
         weight = frame.live.numel.double() if self.options.precondition else self.update_sums(None, coef)
-        factor = self.factor().double().square()[owner]
+        factor = self.update_factor().double().square()[owner]
         return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
 
-    # ---------------------------------------------------------------- what it keeps, and tells
+    # ---------------------------------------------------------------- what it keeps, and shares_squares
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         """Return the squares of this worker's gradients, where the variance is renewed of them."""
@@ -204,7 +209,7 @@ class Compressed(Stage):
         return chosen | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
-        """Take up what an earlier run has kept of each tensor, by name."""
+        """Take up the tables of a warm start: what an earlier run has kept of each tensor, by name."""
 
     def layer_stats(self) -> dict[str, list[Any]]:
         """Return the ratio of this rank's residual to the momentum; 0 in the warm-up and where a step was skipped.

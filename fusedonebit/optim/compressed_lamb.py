@@ -153,7 +153,7 @@ class FollowedLamb(CompressedLamb):
         super().leave()
         self.unit = None
 
-    def factor(self) -> Tensor:
+    def update_factor(self) -> Tensor:
         return self.layers.table[Layer.COEFFICIENT]
 
     def arm_guard(self, last: Tensor) -> None:
@@ -295,7 +295,7 @@ class PaperLamb(CompressedLamb):
         each = zip(frame.steps.of_each.tolist(), frame.parameters.group_of, strict=True)
         moved = [(n, frame.groups[g]) for n, g in each if n]
         reached, fewest = min(((1 - float(group["beta3"]) ** n, int(n)) for n, group in moved), default=(1.0, 0))
-        if reached < SETTLED and not self.warm_up.is_corrected:  # a warm start does not begin with 0
+        if reached < SETTLED and not self.warm_up.any_corrected:  # a warm start does not begin with 0
             warn(
                 f"after so few updates ({fewest}) the average coefficient has reached {reached:.0%} of the "
                 "coefficients (it starts at 0, as in the paper), and so has the learning rate from now on; "
@@ -321,7 +321,7 @@ class PaperLamb(CompressedLamb):
         mean = total / number.clamp(min=1)
         return torch.where(size > 0, mean / size, 1.0).float()
 
-    def factor(self) -> Tensor:
+    def update_factor(self) -> Tensor:
         return self.layers.table[Layer.AVERAGE]
 
     # ---------------------------------------------------------------- what it keeps, and tells

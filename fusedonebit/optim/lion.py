@@ -59,7 +59,7 @@ class Votes(Algorithm):
             lion_compress(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
 
         exchange.apply(exchange.synchronise(vote, exchange.context(abort, agreed.hold), coef))
-        return exchange.end()
+        return exchange.restore_absent()
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         return (StateTensor("exp_avg", "element", self.exp_avg, of_rank=True),)

@@ -173,13 +173,13 @@ class LocalAdam(Algorithm):
                 self.bits.make_floats(coef, renews=False)
             self.step_alone(grads, self.agree_on_step(grads, coef, alone=True), coef)
             return this.end_step()
-        alone = this.local
+        steps_alone = this.local
         agreed = self.agree_on_step(grads, coef)
         context = this.of_round(self.exchange.context(abort or this.failed, agreed.hold))
         self.synchronise(grads, agreed, context, coef)
-        flags = self.exchange.end()
-        if frame.absent is not None:
-            frame.steps.of_each -= frame.absent * alone
+        flags = self.exchange.restore_absent()
+        if frame.absent is not None:  # the round's other steps, too, were none of these tensors
+            frame.steps.of_each -= frame.absent * steps_alone
         return flags
 
     def _renew(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:

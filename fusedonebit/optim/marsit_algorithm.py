@@ -142,7 +142,7 @@ class Marsit(Algorithm):
             self._add(reducer, grads, leaving_out(frame, agreed.coef), reducer.everything, agreed, moves=True)
             self.phase = "local"
             return this.end_step()
-        alone = this.local
+        steps_alone = this.local
         agreed = self.agree(grads, coef)
         own = leaving_out(frame, agreed.coef) if several else agreed.coef
         context = this.of_round(self.exchange.context(abort or this.failed, agreed.hold))
@@ -160,12 +160,13 @@ class Marsit(Algorithm):
             reducer.keep_back(coef[:, Coef.LR] == 0.0)
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
         self._apply()
-        # Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full precision c = 0.
+        # Nothing to do here for Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full
+        # precision c = 0.
         self.phase = "uncompressed" if reducer.full_precision else "one-bit"
         this.end(reducer.full_precision)
-        flags = self.exchange.end()
-        if frame.absent is not None:
-            frame.steps.of_each -= frame.absent * alone
+        flags = self.exchange.restore_absent()
+        if frame.absent is not None:  # the round's other steps, too, were none of these tensors
+            frame.steps.of_each -= frame.absent * steps_alone
         return flags
 
     def known(self, flags: Tensor) -> Tensor | int:

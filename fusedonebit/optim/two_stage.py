@@ -24,7 +24,7 @@ from .warm_start import warm_start
 from .warm_up import WarmUp
 
 _BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
-"""What settled options were before checkpoints said so; of others False."""
+"""What is assumed of options that old checkpoints do not record; of others False."""
 
 
 class TwoStage(Algorithm):
@@ -87,7 +87,7 @@ class TwoStage(Algorithm):
                 "construct a new optimizer"
             )
         # New parameters' variance would have to be corrected as well.
-        if self.warm_up.is_corrected:
+        if self.warm_up.any_corrected:
             raise RuntimeError(
                 "add_param_group must be called before the first freeze, and not after a warm start: the new "
                 "parameters would have no variance; construct a new optimizer"
@@ -99,7 +99,11 @@ class TwoStage(Algorithm):
     # ---------------------------------------------------------------- from one stage to the other
 
     def enter_stage(self) -> bool:
-        """Freeze the variance, or warm up again after a veto, if it is time; the same on all ranks."""
+        """Freeze v, warm up again after a veto, or renew a shared v, if it is time; alike on all ranks.
+
+        Returns:
+            Whether the stage has changed, and with it what tensors mean.
+        """
         before = self.phase
         watched = self.warm_up.watch if self.warm_up.again == 0 else None
         if self.compression.running:
@@ -116,7 +120,7 @@ class TwoStage(Algorithm):
         return self.phase != before
 
     def _has_updates(self, due: int) -> bool:
-        """Return whether so many are done."""
+        """Return whether ``due`` updates are done."""
         if self.frame.steps.outcomes.updates >= due:
             self.catch_up()  # skips may still be under way from the device: then it is exact
         return self.frame.steps.outcomes.updates >= due
@@ -128,7 +132,7 @@ class TwoStage(Algorithm):
 
     @torch.no_grad()
     def _freeze(self) -> None:
-        """End the warm-up, in place: nothing of full size is allocated until a re-warm-up, but by rounding."""
+        """End the warm-up, in place; where moments are stored in fewer bits, they are float32 meanwhile."""
         frame, compression, moments = self.frame, self.compression, self.moments
         compression.check_what_freezes()
         keep = self.options.dead_coordinates == "keep"
@@ -140,7 +144,7 @@ class TwoStage(Algorithm):
         self._enter(compression=True)
         self.warm_up.ended_at = frame.steps.outcomes.updates
         self.warm_up.dead_coordinates = dead.count
-        if dead.tensors and not self.options.lives:  # else they wait for their first gradient
+        if dead.tensors and not self.options.lives:  # a shared variance lets them wait for their first gradient
             warn(warn_text(dead, frame.parameters.called, keep))
             if not keep:
                 self._exclude(dead.tensors)
@@ -148,7 +152,7 @@ class TwoStage(Algorithm):
         compression.arm_guard(last)
 
     def _change_moments(self, keep: bool) -> tuple[DeadCoordinates, Tensor]:
-        """Make the compression stage's c and v of moments; ``keep``: dead coordinates stay.
+        """Turn m and v into the compression stage's c and v; ``keep``: v == 0 stays as it is.
 
         Returns:
             What is dead, and the norm of the last uncompressed update, float64 [].
@@ -161,7 +165,7 @@ class TwoStage(Algorithm):
         frame.coefficients.freeze_variance(frame.hyper.taken)
         compression.variance.begin(dead.mean, self.table())
         coef, inside, precondition = self.table(), options.eps_inside_sqrt, options.precondition
-        factor = (compression.factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
+        factor = (compression.update_factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
         last = frame.ranks.shards.sum((compression.update_sums(moments.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
         if precondition and not options.lives:
@@ -176,13 +180,13 @@ class TwoStage(Algorithm):
     def _rewarm(self) -> None:
         """Begin a re-warm-up: all residuals go back into the momentum, and v follows the gradients again.
 
-        They may hold a gradient that v has never seen, which was refused: what goes beyond a step of Adam's is dropped.
+        Residuals may hold the gradient that was refused, which v has never seen: so m is bounded to a step of Adam's.
         """
         frame, options, moments = self.frame, self.options, self.moments
         self.catch_up()
         frame.steps.changing = True
         self._renew()
-        frame.steps.outcomes.veto_at = None  # also one that was still under way: this is what it asks for
+        frame.steps.outcomes.veto_at = None  # a veto that has arrived meanwhile is answered, too
         layout, reducer, coef = frame.layout, self.compression.exchange.reducer, self.table()
         backlog = self.averaged.averages.make()[: layout.numel]
         reducer.take_residuals(backlog)
@@ -194,7 +198,9 @@ class TwoStage(Algorithm):
             how = (options.eps_inside_sqrt, options.precondition, coef)
             rewarm(frame.places, moments.exp_avg, moments.exp_avg_sq, *how)
         reducer.scale.zero_()
-        self.warm_up.correct(frame.steps.of_each == 0 if options.lives else None)  # but for what has none yet
+        self.warm_up.correct(
+            frame.steps.of_each == 0 if options.lives else None
+        )  # but for tensors without a gradient so far
         self.warm_up.begin_again(frame.steps.outcomes.updates)
         frame.coefficients.variance_betas = None
         moments.squares = None
@@ -217,7 +223,7 @@ class TwoStage(Algorithm):
     def after_step(self) -> None:
         frame = self.frame
         if self.compression.running:
-            if self.options.capturable and self.compression.tells:
+            if self.options.capturable and self.compression.shares_squares:
                 self._renew()  # the next step may be a replay, and no graph does
                 self.table()
             return

@@ -76,7 +76,7 @@ class WarmUp(Part):
         self.follows, self.memory = False, None
 
     @property
-    def is_corrected(self) -> bool:
+    def any_corrected(self) -> bool:
         """Tell whether any v is corrected for its start at 0."""
         return bool(self.entered.isinf().any())
 
