@@ -204,22 +204,29 @@ class PaperLamb(CompressedLamb):
 
     def update(self, coef: Tensor) -> None:
         """Move by m, as lines 14 to 21 of Algorithm 1 say; those before are ``Compressed.step``'s."""
-        frame, reducer, options, layers = self.frame, self.exchange.reducer, self.options, self.layers
+        frame, skip, options, layers = self.frame, self.exchange.reducer.flags, self.options, self.layers
         backup = self._back_up() if options.ratios else None
         if options.ratios:
             norms = self.warm_update.norms if options.deepspeed else None
-            new, last = Signs(reducer.bits, reducer.scale), Signs(self._last_bits, self._last_scale)
-            momenta = (new, last, Divisor(self.moments.exp_avg_sq, None, options.eps_inside_sqrt))
-            fresh, how = (self._fresh, self._started), (options.precondition, options.deepspeed)
-            ratios = Ratios(self._largest, norms)
             # Line 15: g, rebuilt from m_t and m_{t-1}; line 16: its variance; line 17: the largest v / that, by block.
-            lamb_ratio(frame.parameters.dense, frame.places, *momenta, *fresh, *how, coef, reducer.flags, ratios)
+            lamb_ratio(
+                *(frame.parameters.dense, frame.places),
+                exp_avg=Signs(self.exchange.reducer.bits, self.exchange.reducer.scale),
+                last=Signs(self._last_bits, self._last_scale),
+                exp_avg_sq=Divisor(self.moments.exp_avg_sq, None, options.eps_inside_sqrt),
+                fresh=self._fresh,
+                started=self._started,
+                preconditioned=options.precondition,
+                deepspeed=options.deepspeed,
+                coef=coef,
+                skip=skip,
+                ratios=Ratios(self._largest, norms),
+            )
             largest, start = layers.whole(self._largest, "max")
             norms = None if norms is None else layers.whole(norms)[0]
             # Line 17: r, the largest of a layer; lines 18 and 19: clipped, in change and in range; 20: c = r * c_avg.
             with layers.kept(layers.table):
-                written = (self._started, coef, layers.table)
-                lamb_rescale(largest, norms, start, reducer.flags, options.deepspeed, *written)
+                lamb_rescale(largest, norms, start, skip, options.deepspeed, self._started, coef, layers.table)
         else:  # c = c_avg; rules.layer_step, but rounded at each operation
             average = layers.table[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average

@@ -149,7 +149,7 @@ class SharedVariance(FrozenVariance):
         self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
         self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
         self._eases_after = self._replays = 0
-        self._eases, self._eased = options.scale_norm == "relaxed", True  # as the reducer is made
+        self._eased = True  # as the reducer is made
         self.steps = self.age = self.since = self.renewals = 0
         self.due = self._shared = self._renewed = False
 
@@ -168,7 +168,7 @@ class SharedVariance(FrozenVariance):
                 self.age, self._known = 0, word
         self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
-        if self._eases and self._eased is not (self.steps > self._eases_after):
+        if self._eased is not (self.steps > self._eases_after):
             self._ease()
         self.due = asked or self.since >= min(LONGEST, max(1, self.age // SHARE_OF_AGE))
         return renewed
@@ -203,10 +203,15 @@ class SharedVariance(FrozenVariance):
         moves = (self._exchange.reducer.scale > 0) & (self.mean_sq == 0)[frame.places.block_tensor]
         return frame.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
 
+    @property
+    def _eases(self) -> bool:
+        """Tell whether scales are contractive at first, and measured otherwise later."""
+        return self._options.scale_norm == "relaxed"
+
     def _ease(self) -> None:
         """Choose the ``scale_norm`` of this step, and of those that follow; the same on all ranks."""
+        self._eased = self.steps > self._eases_after
         if self._eases:
-            self._eased = self.steps > self._eases_after
             self._exchange.reducer.set_norm("relaxed" if self._eased else "contractive")
 
     # ---------------------------------------------------------------- what
