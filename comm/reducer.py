@@ -100,6 +100,10 @@ class Reducer(Protocol):
         """Let backward passes in this context only accumulate gradients, where they would send them."""
         return nullcontext()
 
+    def wait(self) -> None:
+        """Wait until no thread of this one works: whoever looks at all objects would meet some that are half made."""
+        return
+
     def close(self) -> None:
         """End what watches gradients, where something does, before another reducer takes this one's place."""
         return

@@ -141,6 +141,25 @@ def test_it_costs_one_exchange_in_the_first_step_and_none_later(name):
     assert loaded == [running[0] + 1, *running[1:]]
 
 
+def test_a_group_that_is_added_before_that_step_does_not_end_the_look():
+    def run(rank: int, transport: Transport) -> tuple[str, str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        optimizer = fusedonebit.AdamW(list(model[0].named_parameters()), process_group=transport)
+        train(optimizer, rank, 0, 3)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.add_param_group({"params": list(model[1].named_parameters())})
+        if rank == 1:
+            with torch.no_grad():
+                model[0].weight[2, 3] += 0.5
+        set_gradients(optimizer, rank, 3)
+        return caught(optimizer.step)
+
+    for kind, text in SimulatedGroup(2).run(run):
+        assert kind == "DisagreementError"
+        assert "checksum of parameter 0 (weight)'s values is" in text
+
+
 def test_a_gradscalers_overflow_in_that_step_does_not_lose_it():
     def run(rank: int, transport: Transport) -> tuple[str, str, bool]:
         model_state, state = saved(rank, "onebit-adam", 6, process_group=transport)

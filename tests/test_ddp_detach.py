@@ -168,6 +168,32 @@ def test_gradients_that_wait_for_a_step_are_averaged_by_detach(when):
     assert same
 
 
+def with_buckets_under_way(rank: int, world_size: int) -> tuple[list[int], str, list[list[int]], bool, str]:
+    wire = Wire(overlap=True, buckets=2)
+    model, optimizer, handle = attached(lambda params, lr: OneBitAdam(params, lr, freeze_step=2, wire=wire))
+    reducer = optimizer.algorithm.exchange.reducer
+    train(model, optimizer, rank, range(5))
+    optimizer.zero_grad()
+    loss_of(model, rank, 5).backward()
+    under_way = sorted(reducer.under_way)
+    with pytest.raises(RuntimeError) as caught:
+        handle.detach()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle.detach()
+    loss_of(model, rank, 6).backward()
+    return under_way, str(caught.value), sorted(reducer.under_way), *follow(model, rank, 7)
+
+
+def test_detach_is_refused_while_buckets_are_under_way_and_none_is_sent_afterwards():
+    for under_way, error, later, same, _ in run_ranks(with_buckets_under_way, 2):
+        assert under_way
+        assert error.startswith("1 of 2 buckets have been sent by the backward pass: between it and step()")
+        assert later == []
+        assert same
+
+
 def on_one_rank_alone(rank: int, world_size: int) -> str:
     model, optimizer, handle = attached(OneBitAdam)
     train(model, optimizer, rank, range(1))

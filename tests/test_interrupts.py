@@ -299,3 +299,22 @@ def test_ctrl_c_while_gradients_are_switched_off_switches_them_on_again():
         sys.settrace(None)
         assert torch.is_grad_enabled()
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb"])
+def test_a_renewal_that_fails_midway_closes_the_optimizer(name, monkeypatch):
+    params = model()
+    optimizer = ONEBIT[f"{name}-living"](params, freeze_step=2, guard="off")
+    take_steps(optimizer, params, range(3))
+    reducer, renew = optimizer.algorithm.exchange.reducer, type(optimizer.algorithm.exchange.reducer).renew
+
+    def fail(*arguments: Any) -> None:
+        renew(reducer, *arguments)
+        raise StopError
+
+    monkeypatch.setattr(reducer, "renew", fail)
+    with pytest.raises(StopError):
+        take_steps(optimizer, params, range(3, 9))
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="StopError"):
+        take_steps(optimizer, params, range(9, 10))

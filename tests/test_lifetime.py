@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import MAKE
+from optimizers import MAKE, ONEBIT
 from torch import Tensor, nn
 
 from fusedonebit import Faults, MarsitAdam, Numerics, OneBitAdam, Rounds, Wire
@@ -52,3 +52,29 @@ def test_state_and_parameters_are_freed_with_the_optimizer(name, steps):
         assert [ref() for ref in gone] == [None] * len(gone)
     finally:
         gc.enable()
+
+
+def large_tensors(at_least: int) -> set[int]:
+    """Return where all memory begins that anybody holds as a tensor, and that has so many bytes."""
+    gc.collect()
+    dense = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided]
+    storages = [each.untyped_storage() for each in dense]
+    return {each.data_ptr() for each in storages if each.nbytes() >= at_least}
+
+
+@pytest.mark.parametrize("name", [*ONEBIT, "AdamW, ours", "Lamb", "MarsitSGD", "MarsitAdam", "ZeroOneAdam"])
+def test_an_algorithm_that_is_closed_gives_back_all_of_the_models_size_but_what_its_reducer_owes(name):
+    p = nn.Parameter(torch.zeros(50_000))
+    before = large_tensors(2 * p.numel())
+    optimizer = MAKE[name]([p]) if name in MAKE else ONEBIT[name]([p], freeze_step=2, guard="off")
+    for _ in range(5):
+        p.grad = torch.randn(p.shape)
+        optimizer.step()
+    p.grad = None
+    held = large_tensors(2 * p.numel()) - before
+    optimizer.state.clear()
+    optimizer.algorithm.close()
+    left = large_tensors(2 * p.numel()) - before
+    print(f"{name}: {len(held)} of the model's size before, {len(left)} afterwards")
+    of_reducer = 0 if optimizer.algorithm.exchange is None else 2 if "living" in name else 1  # of squares another
+    assert len(left) == of_reducer < len(held)

@@ -175,6 +175,25 @@ def test_a_checkpoint_of_something_else_is_refused_on_every_rank_and_changes_not
         assert text in results[0][1]
 
 
+def test_sgd_without_momentum_saves_none_and_loads_what_had_some():
+    def made(momentum: float) -> MarsitSGD:
+        return MarsitSGD(make(), 1e-2, momentum=momentum)
+
+    def names(optimizer: MarsitSGD) -> list[str]:
+        return sorted(optimizer.state_dict()["state"][0])
+
+    with_momentum, later_without, without = made(0.9), made(0.9), made(0.0)
+    for optimizer in (with_momentum, without):
+        train(optimizer, 0, 3)
+    assert "momentum_buffer" in names(with_momentum)
+    for group in (*with_momentum.param_groups, *later_without.param_groups):
+        group["momentum"] = 0.0
+    later_without.load_state_dict(without.state_dict())
+    assert names(later_without) == names(without) == ["compensation", "rank", "step"]
+    train(with_momentum, 0, 4, 3)
+    assert names(with_momentum) == ["compensation", "rank", "step"]
+
+
 def change_local_steps(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
     one = MarsitSGD(make(), 1e-2, rounds=Rounds(full_precision_every=0))
     train(one, rank, 3)

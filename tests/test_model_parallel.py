@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from fusedonebit import AdamW, OneBitAdam, OneBitLamb, OneBitLion, Wire, ZeroOneAdam, amp, dcp
-from fusedonebit.optim.averaging import Averaged
+from fusedonebit import AdamW, Lamb, OneBitAdam, OneBitLamb, OneBitLion, Wire, ZeroOneAdam, amp, dcp
 from fusedonebit.optim.policies import FixedRounds
 
 LR, MOST = 1e-2, 0.5
@@ -78,12 +77,16 @@ def norm_of(grads: dict[str, Tensor]) -> float:
     return float(clip_grad_norm_(params, MOST))
 
 
+AVERAGE = (AdamW, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam)
+"""These average gradients in their uncompressed steps; others their updates."""
+
+
 def expected_norm(optimizer: Any, step: int, replica: int) -> float:
     """Of the averaged gradient, where there is one; else the mean of replicas', or between rounds a worker's own."""
     each = [gradients(step, d) for d in (0, 1)]
     if optimizer.phase == "local":
         return norm_of(each[replica])
-    if isinstance(optimizer.algorithm.stage, Averaged):
+    if isinstance(optimizer, AVERAGE) and optimizer.phase in ("uncompressed", "warmup"):
         return norm_of({name: (each[0][name] + each[1][name]) / 2 for name in WHOLE})
     return (norm_of(each[0]) + norm_of(each[1])) / 2
 

@@ -239,9 +239,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Signals wait meanwhile; the caller sees to that.
         """
-        self._opt_called = True  # for schedulers
         self.frame.loss_scale = LossScale.of(self)
         self.algorithm.check_step()
+        self._opt_called = True  # for schedulers
         try:
             self.stepping.take(self, self.algorithm, given, params, checked)
         except BaseException as error:

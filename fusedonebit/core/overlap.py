@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
@@ -134,6 +134,10 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             context = context._replace(abort=True, missing=(), hold=None)
         super().write(compress, context)
         self.error = error
+
+    def wait(self) -> None:
+        """Wait until the thread has sent what it was given."""
+        wait(self._pending)
 
     def close(self) -> None:
         """Take the hooks away, and end the thread once it is done."""

@@ -80,7 +80,9 @@ class Stepping:
             steps.number = steps.count.number
         grads, error = self._gradients_or_error(owner, given, checked)
         looks = not (captured or self.first_steps.over or error is not None)
-        unasked = not captured and self._averaged_unasked(grads, algorithm.compresses)
+        if looks and algorithm.exchange is not None:  # at all objects
+            algorithm.exchange.reducer.wait()
+        noticed, unasked = (False, False) if captured else self._averaged_unasked(grads, algorithm.compresses)
         said = self.first_steps.look(frame, grads, steps.count.added_up, unasked) if looks else []
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         frame.missing = () if error is not None else plist.missing(grads)
@@ -113,6 +115,8 @@ class Stepping:
             said.append(NO_GRADIENT)
         if said:
             self.first_steps.say(frame, said)
+        if noticed and speaks(frame):
+            warn_of_averages()
 
     def _note(self) -> None:
         """Note all counts, so that a step that fails before it changes anything is not counted."""
@@ -138,14 +142,16 @@ class Stepping:
             error = frame.compare_replicas(error)
         return (grads if error is None else [frame.nothing] * len(frame.parameters)), error
 
-    def _averaged_unasked(self, grads: Sequence[Tensor], compresses: bool) -> bool:
-        """Count what DDP sends if it averages without our hook, and tell whether it does; say so at the first step."""
+    def _averaged_unasked(self, grads: Sequence[Tensor], compresses: bool) -> tuple[bool, bool]:
+        """Count what DDP sends where it averages without our hook; tell whether that is new, and whether it does.
+
+        The first step looks; then it is known.
+        """
         frame, ddp = self.frame, self.frame.under_ddp
-        if ddp.elsewhere is False:  # as is known once the first step has looked
-            return False
-        if ddp.notice(frame.parameters.owners, grads, frame.ranks.transport, compresses) and speaks(frame):
-            warn_of_averages()
-        return bool(ddp.elsewhere)
+        if ddp.elsewhere is False:
+            return False, False
+        noticed = ddp.notice(frame.parameters.owners, grads, frame.ranks.transport, compresses)
+        return noticed, bool(ddp.elsewhere)
 
     def _no_rank_has_gradients(self) -> bool:
         """Tell whether no rank has a gradient, where this one has none; False where ranks don't tell; waits."""

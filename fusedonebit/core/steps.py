@@ -47,6 +47,7 @@ class Steps:
     ) -> None:
         self._owner, self._device, self._alone = owner, device, alone
         self._how = nonfinite, capturable
+        self.just_loaded = False
         self.count = StepCount(params, device if capturable else None)
         self.allocate(len(params))
         self.begin_anew()
@@ -64,7 +65,7 @@ class Steps:
         if capturable:
             self.outcomes.count_replays(self._device)
         self.number: int | Tensor = 0
-        self.begun = self.changing = self.captured = self.just_loaded = False
+        self.begun = self.changing = self.captured = False
         self.broken = ""
         self._attempts: int | None = None  # before the exchange that is under way
         self._before: list[Any] | None = None

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import BucketedAllReduce, Transport, agree, make_transport
+from ..comm.reducer import Reducer
 from ..comm.transport import in_flight
 from ..core.arrivals import take_away
 from ..core.consensus import failure
@@ -105,9 +106,10 @@ class Handle:
         seat.handle = self
 
     @property
-    def _reducer(self) -> object:
+    def _reducer(self) -> Reducer | None:
         """Return what sends gradients for the optimizer, where something does."""
-        return None if self.optimizer is None else getattr(self.optimizer.algorithm, "reducer", None)
+        exchange = None if self.optimizer is None else self.optimizer.algorithm.exchange
+        return None if exchange is None else exchange.reducer
 
     def _let_overlap(self, may: bool) -> None:
         """Let a reducer send in backward passes, or not: what DDP is about to average is not what it should send."""

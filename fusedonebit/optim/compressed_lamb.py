@@ -43,7 +43,9 @@ class CompressedLamb(Compressed):
         update: Its update.
     """
 
+    header_fields: ClassVar[Fields] = {"unit_is_known": Field(FLAG, False)}
     options: OneBitLambOptions
+    _unit_is_known = False  # from a warm start; of a frozen variance alone
 
     def __init__(
         self, frame: Frame, moments: MomentBuffers, warm_up: WarmUp, layers: LambLayers, update: LambUpdate
@@ -63,7 +65,11 @@ class CompressedLamb(Compressed):
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:
         self.layers.table.copy_(tables["layer"])
 
+    def plain_state(self) -> dict[str, Any]:
+        return {"unit_is_known": self._unit_is_known}
+
     def resume(self, header: Mapping[str, Any]) -> None:
+        self._unit_is_known = header.get("unit_is_known", False)
         if header["phase"] == "compression" and not self.options.deepspeed:
             self.warm_update.drop_room()
 
@@ -186,13 +192,12 @@ class PaperLamb(CompressedLamb):
     Without ``Layerwise(adaptive=True)`` it is the paper's "LAMB + basic 1-bit" (section 3.4): r stays 1.
     """
 
-    header_fields: ClassVar[Fields] = {"unit_is_known": Field(FLAG, False), "started": Field(FLAG, False)}
+    header_fields: ClassVar[Fields] = {**CompressedLamb.header_fields, "started": Field(FLAG, False)}
 
     def __init__(self, frame: Frame, *parts: Any) -> None:
         super().__init__(frame, *parts)
         layout, device = frame.layout, frame.device
         self._fresh = torch.empty(0, device=device)
-        self._unit_is_known = False
         if self.options.scales_momentum:
             self.unit = torch.ones(len(layout.sizes), device=device)
         if self.options.ratios:
@@ -360,7 +365,7 @@ class PaperLamb(CompressedLamb):
     def plain_state(self) -> dict[str, Any]:
         # Until the first compressed step has succeeded, "exp_avg_sq_fresh" is the warm-up's momentum.
         started = {"started": bool(self._started)} if self.options.ratios else {}
-        return {"unit_is_known": self._unit_is_known} | started
+        return super().plain_state() | started
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         own = header["phase"] == "compression" and header["algorithm"] == self.frame.name
@@ -369,10 +374,12 @@ class PaperLamb(CompressedLamb):
 
     def resume(self, header: Mapping[str, Any]) -> None:
         super().resume(header)
-        self._unit_is_known = header.get("unit_is_known", False)
         if header["phase"] == "compression" and self.options.ratios:
             self._fresh = self._room()
             self._started.fill_(header["started"])
+
+    def close(self) -> None:
+        self._fresh = self._fresh.new_empty(0)
 
     def following(self) -> Tensor:
         follows = self.running and self.options.ratios and bool(self._started)

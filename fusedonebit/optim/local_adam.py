@@ -376,16 +376,6 @@ class LocalAdam(Algorithm):
             "variance_betas": self.frame.coefficients.variance_betas,
         }
 
-    def check_plain_state(self, header: Mapping[str, Any]) -> None:
-        if not header.get("lines") or header["algorithm"] != self.frame.name:
-            return
-        was, now = header["settled"]["precondition"], self.options.precondition
-        if was != now:
-            raise ValueError(
-                f"the checkpoint was written with precondition={was!r}, but here it is {now!r}; it can't be changed "
-                "between two steps"
-            )
-
     def resume(self, header: Mapping[str, Any]) -> None:
         frame = self.frame
         if header.get("lines"):

@@ -58,8 +58,8 @@ class Marsit(Algorithm):
         super().__init__(frame)
         layout, device, options = frame.layout, frame.device, self.options
         self._adam = "betas" in frame.groups[0]
-        self._momentum = not self._adam and any(group["momentum"] for group in frame.groups)
-        self.exp_avg = torch.zeros(layout.numel if self._adam or self._momentum else 0, device=device)
+        self._had_moments = self._adam or self._has_momentum
+        self.exp_avg = torch.zeros(layout.numel if self._had_moments else 0, device=device)
         self.exp_avg_sq = torch.zeros(layout.numel if self._adam else 0, device=device)
         # The parameters that all ranks have, while each moves by itself.
         self._anchor = torch.zeros(layout.numel + TAIL if options.local_steps > 1 else 0, device=device)
@@ -77,6 +77,11 @@ class Marsit(Algorithm):
         self._flat_tables = tables_of(self._flat, device)  # kept, because launches share what somebody keeps
         self._flat_places = Places.of(self._flat, self._flat_tables.tensor, frame.live)
 
+    @property
+    def _has_momentum(self) -> bool:
+        """Tell whether SGD has any momentum, as groups say now."""
+        return not self._adam and any(group["momentum"] for group in self.frame.groups)
+
     def make_reducer(self, transport: Transport, part: Section) -> RoundAllReduce:
         """Make what averages all workers' updates of a part."""
         frame = self.frame
@@ -87,7 +92,7 @@ class Marsit(Algorithm):
     # ---------------------------------------------------------------- groups
 
     def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        if not (self._adam or self._momentum) and group.get("momentum"):
+        if not self._had_moments and group.get("momentum"):
             raise ValueError(
                 f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
                 "construct the optimizer anew"
@@ -230,7 +235,7 @@ class Marsit(Algorithm):
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         own: dict[str, Any] = {"of_rank": True, "published": True}
         return (
-            StateTensor("momentum_buffer", "element", self.exp_avg, **own, wanted=self._momentum),
+            StateTensor("momentum_buffer", "element", self.exp_avg, **own, wanted=self._has_momentum),
             StateTensor("exp_avg", "element", self.exp_avg, **own, wanted=self._adam),
             StateTensor("exp_avg_sq", "element", self.exp_avg_sq, **own, wanted=self._adam, not_negative=True),
             StateTensor("compensation", "element", self.reducer.compensated, **own),

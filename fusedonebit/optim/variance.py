@@ -157,6 +157,7 @@ class SharedVariance(FrozenVariance):
 
     def begin_step(self) -> bool:
         """Renew v if the last step shared squares, and decide whether this step does; return whether it was renewed."""
+        self._frame.steps.changing = True  # what half a renewal leaves is no state to go on from
         renewed = self._shared and self.renew()
         if (replays := self._frame.steps.count.replays) != self._replays:
             self._count_replays(replays)

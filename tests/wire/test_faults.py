@@ -199,7 +199,7 @@ def spoil(optimizer: Any, what: str) -> None:
     """Makes this rank send another layout than the others."""
     if what == "layout":
         optimizer.frame.layout.__dict__["fingerprint"] = optimizer.frame.layout.fingerprint ^ 1
-    reduce = getattr(optimizer.algorithm, "reducer", None)
+    reduce = optimizer.algorithm.exchange.reducer if optimizer.algorithm.exchange else None
     for messages in {getattr(reduce, key, None) for key in ("to_servers", "messages", "_sent")} - {None}:
         messages.words[:, Word.LAYOUT] ^= what == "layout"
     if what == "server's layout":

@@ -34,8 +34,8 @@ class FrozenAverages(Averaged):
     freeze_step: int | None = None
     floor = VARIANCE_FLOOR
 
-    def __init__(self, frame: Frame, update: Update, moments: MomentBuffers) -> None:
-        super().__init__(frame, update)
+    def __init__(self, frame: Frame, update: Update, moments: MomentBuffers, in_place: bool = False) -> None:
+        super().__init__(frame, update, in_place=in_place)
         self._moments = moments
 
     def table(self) -> Tensor:
@@ -109,7 +109,7 @@ class FreezableLambUpdate(AveragedLamb):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         update = LambUpdate(frame, self.moments, self.layers)
-        self._frozen = FrozenAverages(frame, update, self.moments)
+        self._frozen = FrozenAverages(frame, update, self.moments, in_place=True)
         self.parts = (self.moments, self.layers, update, self._frozen)
 
     @property

@@ -226,7 +226,7 @@ EARLIER = {"rewarm_steps": "rewarm_every=0, "}
 
 
 @dataclass(frozen=True)
-class StepContext:
+class Told:
     """Options as recorded runs have them."""
 
     options: Any
@@ -250,4 +250,4 @@ def settings(name: str, steps: int, weight_decay: float) -> tuple[Any, ...]:
 
 
 def _told(value: Any) -> Any:
-    return StepContext(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return Told(value) if is_dataclass(value) and not isinstance(value, type) else value
