@@ -9,22 +9,23 @@ from . import nouns, rules
 from .advance import advance
 from .alone import finish_alone
 from .backends import backend, using
+from .columns import LARGEST_GRADIENT, Coef, Group, Layer
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
 from .flat import TAIL, flatten, pack, unpack
 from .freeze import exponents, freeze, live_variance, param_squares, rewarm, square_sums, update_sums
 from .jit import rule
-from .lamb import lamb_coefficient, lamb_follow, lamb_move, lamb_ratio, lamb_rescale, lamb_update
+from .lamb import lamb_coefficient, lamb_move, lamb_update
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .levels import follow_level, tell_level
 from .marsit import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
+from .onebit_lamb import lamb_follow, lamb_ratio, lamb_rescale
 from .parts import close_parts
 from .receive import receive
 from .reduce import server_reduce
 from .renewal import renew, renew_levels
 from .rounds import close_round
-from .rules import LARGEST_GRADIENT, Coef, Group, Layer
 from .scaling import gradient_squares, scale_coefficients
 from .squares import average_squares, tell_squares
 from .tables import LiveTable, live_table

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .columns import Coef
 from .headers import Word
 from .native.generate import Spec
-from .rules import Coef
 from .tables import KINDS, Listed
 
 _NAME = re.compile(r"[A-Za-z]\w*")

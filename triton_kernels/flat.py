@@ -10,11 +10,11 @@ from torch import Tensor
 from . import block_io as io
 from . import eager
 from . import user_tensors as users
+from .columns import LARGEST_GRADIENT
 from .eager import gather, tiles
 from .jit import jit, tl
 from .nouns import AnyTensor, Bits, Derived, Floats, Sizes, Tensors
 from .op import op
-from .rules import LARGEST_GRADIENT
 
 TAIL = 8
 """Words behind the flattened gradients, summed with them by the warm-up's all-reduce."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .columns import Layer
 from .native.generate import Spec
-from .rules import GROUP_COLUMNS, Layer
+from .rules import GROUP_COLUMNS
 
 if TYPE_CHECKING:
     from .layout import FlatLayout

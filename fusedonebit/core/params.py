@@ -16,30 +16,14 @@ from ..comm.agreement import Fact
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.eager import join
 from ..triton_kernels.tables import Facts, Listed, Pattern
+from .param_checks import SUPPORTED_DTYPES, check_parameter, is_dense, refuse_gradient
 from .sharding import like, local, replicas, shard_mesh
 
 CORRECTIONS: dict[bool | str, torch.dtype] = {"8bit": torch.int8, "16bit": torch.int16}
 """In what ``master_weights`` keeps what bfloat16 parameters lack of masters."""
 ALL = slice(None)
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # For ``map``, whose loop is not Python's.
 _GRAD, _REQUIRES_GRAD = map(operator.attrgetter, ("grad", "requires_grad"))
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one contiguous piece of memory, in any order, each once."""
-    span = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return not tensor.numel() or (span == tensor.numel() and not _overlaps_itself(tensor))
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
 
 
 class ParameterList:
@@ -81,7 +65,7 @@ class ParameterList:
                 seen.add(id(p))
                 given = group["param_names"][position] if "param_names" in group else None
                 name = f"parameter {index}" + (f" ({given})" if given else "")
-                _check_parameter(p, name)
+                check_parameter(p, name)
                 if p.requires_grad:
                     self.owners.append(p)
                     self.group_of.append(number)
@@ -232,7 +216,7 @@ class ParameterList:
             return nothing
         strange = g.layout is not torch.strided or g.shape != p.shape or g.device != p.device
         if strange or g.dtype not in SUPPORTED_DTYPES:
-            _refuse_gradient(g, p, self.called[i])
+            refuse_gradient(g, p, self.called[i])
         if not g.data_ptr():
             raise RuntimeError(f"the gradient of {self.called[i]} has no memory: its storage was freed or resized")
         if g.stride() == self._strides[i]:
@@ -463,36 +447,3 @@ def _lacking(p: Tensor, master: Tensor) -> tuple[Tensor, Tensor]:
     wide = p.float()
     off = master.view(torch.int32).long() - wide.view(torch.int32)
     return off, (off.abs() <= 1 << 15) & ~(master.isnan() | wide.isnan())
-
-
-def _check_parameter(p: Tensor, name: str) -> None:
-    if not isinstance(p, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(p).__name__}")
-    if local(p).layout is not torch.strided:
-        raise TypeError(f"{name} must be dense, got layout {p.layout}; sparse parameters are not supported")
-    if not p.requires_grad:
-        return
-    if p.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {p.dtype}; {_way_out(p.dtype)}")
-    if p.device.type == "meta":
-        raise ValueError(f"{name} must have memory, got a meta tensor; materialise the model first")
-    if _overlaps_itself(local(p)):
-        raise ValueError(f"{name} must not overlap itself, got strides {p.stride()}; pass p.contiguous()")
-
-
-def _way_out(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "keep its parts in a float32 parameter, and call torch.view_as_complex() on it in forward()"
-    return "call model.float() before the optimizer is made: state and arithmetic are float32"
-
-
-def _refuse_gradient(g: Tensor, p: Tensor, name: str) -> None:
-    if g.layout is not torch.strided:
-        raise TypeError(
-            f"the gradient of {name} must be dense, got layout {g.layout}; use sparse=False in the embedding"
-        )
-    if g.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"the gradient of {name} must be float32, bfloat16 or float16, got {g.dtype}")
-    raise ValueError(
-        f"the gradient of {name} must be {tuple(p.shape)} on {p.device}, got {tuple(g.shape)} on {g.device}"
-    )
