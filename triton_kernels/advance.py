@@ -51,7 +51,7 @@ def power(x, t):
 
 @jit()
 def _count(seen, count):
-    """Counts a step with these flags, by one program."""
+    """Count a step with these flags, by one program."""
     tl.store(count.updates, tl.load(count.updates) + (seen == 0).to(tl.int64))
     if count.number is not None:
         tl.store(count.number, tl.load(count.number) + 1)
@@ -64,7 +64,7 @@ def _count(seen, count):
 
 @jit()
 def count_kernel(p, flags, count, steps, tensors, WIDTH: tl.constexpr):
-    """Counts a step of WIDTH tensors; the first of programs, all else."""
+    """Count a step of WIDTH tensors; the first of programs, all else."""
     seen = tl.load(flags)
     t = p * WIDTH + tl.arange(0, WIDTH)
     counted = (t < tensors) & (seen == 0)
@@ -77,7 +77,7 @@ def count_kernel(p, flags, count, steps, tensors, WIDTH: tl.constexpr):
 
 @jit()
 def _add_up(moved, stride, t, inside, step_size, decay, BEGINS: tl.constexpr):
-    """Adds a step to those of a round; returns how far all of them go, and how much they leave of the parameters."""
+    """Add a step to those of a round; return how far all of them go, and how much they leave of the parameters."""
     total = tl.zeros([WIDTH], tl.float32)
     kept = total + 1.0
     if not BEGINS:
@@ -92,7 +92,7 @@ def _add_up(moved, stride, t, inside, step_size, decay, BEGINS: tl.constexpr):
 
 @jit()
 def renew_kernel(p, coefficients, WIDTH: tl.constexpr):
-    """Makes LR, STEP_SIZE, DECAY and UNBIAS1 of WIDTH tensors anew; where ``moved``, for all steps of the round."""
+    """Make LR, STEP_SIZE, DECAY and UNBIAS1 of WIDTH tensors anew; where ``moved``, for all steps of the round."""
     t = p * WIDTH + tl.arange(0, WIDTH)
     inside = t < coefficients.tensors
     group = tl.load(coefficients.group_of + t, mask=inside, other=0).to(tl.int64)
@@ -156,7 +156,7 @@ def advance_kernel(
     coefficients, count, flags, entered, unit, rho, RENEWS: tl.constexpr, BEGINS: tl.constexpr, WIDTH: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Counts a step, and makes the table for the coming one. Grid: ceil(tensors / WIDTH), at least 1.
+    """Count a step, and make the table for the coming one. Grid: ceil(tensors / WIDTH), at least 1.
 
     About 8 * ROOM + 32 bytes read and 4 * COLUMNS + 16 written per tensor.
     """
@@ -267,7 +267,7 @@ def advance(
     coefficients: Coefficients, count: Count, flags: Flag | None, entered: DoublePerTensor | None, renews: bool,
     unit: PerTensor | None, begins: bool, rho: PerTensor | None = None,
 ) -> None:  # fmt: skip
-    """Counts a step unless it was skipped, and makes the table of coefficients for the coming one.
+    """Count a step unless it was skipped, and make the table of coefficients for the coming one.
 
     Args:
         coefficients: All of the table is written, and updates of each tensor. Where ``moved``, the table of the step

@@ -50,7 +50,7 @@ def _unbias(t, mask, coefficients):
 
 @jit()
 def _hand_out(b, mask, s, to, limit, coefficients):
-    """Hands scales to blocks; returns what these add to the square of the update's norm, float64 [LANES]."""
+    """Hand scales to blocks; return what these add to the square of the update's norm, float64 [LANES]."""
     scale, worker_scale, worker_settled = to
     tl.store(scale + b, s, mask=mask)
     tl.store(worker_scale + b, s, mask=mask)
@@ -66,7 +66,7 @@ def _hand_out(b, mask, s, to, limit, coefficients):
 
 @jit()
 def _hand_out_shorts(begin, end, longest, s, to, limit, coefficients):
-    """Hands short segments' scales to their blocks."""
+    """Hand short segments' scales to their blocks."""
     square = tl.zeros([LANES], tl.float64)
     for k in range(longest):
         square += _hand_out(begin + k, begin + k < end, s, to, limit, coefficients)
@@ -75,7 +75,7 @@ def _hand_out_shorts(begin, end, longest, s, to, limit, coefficients):
 
 @jit()
 def _hand_out_long(begin, end, s, to, limit, coefficients):
-    """Hands a long segment's scale to its blocks."""
+    """Hand a long segment's scale to its blocks."""
     square = tl.zeros([LANES], tl.float64)
     each = tl.zeros([LANES], tl.float32) + s
     for at in range(begin, end, LANES):
@@ -86,7 +86,7 @@ def _hand_out_long(begin, end, s, to, limit, coefficients):
 
 @jit()
 def _forget(scale, worker_scale, blocks):
-    """Zeroes all scales, by one program: all of c is residual then, which already contains the momentum."""
+    """Zero all scales, by one program: all of c is residual then, which already contains the momentum."""
     nothing = tl.zeros([LANES], tl.float32)
     for first in range(0, blocks, LANES):
         b = first + tl.arange(0, LANES)
@@ -162,7 +162,7 @@ def finish_alone(
     worker_settled: PerBlock, words: Annotated[Flag, "WORDS"], header: Header, hold: Flag, flags: Flag,
     limit: Limit | None, coefficients: Coefficients | None = None,
 ) -> None:  # fmt: skip
-    """Turns partial sums into scales, hands them to blocks, and says whether the step is skipped.
+    """Turn partial sums into scales, hand them to blocks, and say whether the step is skipped.
 
     What ``finish``, a server and ``receive`` do together, of one worker that compresses once. A step with any flag is
     skipped, and an update whose norm is beyond the limit, or no number, is refused: s := 0 turns all of c into

@@ -19,7 +19,7 @@ forced: Backend | None = None
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Makes all ops run on one ``backend``, whatever the device.
+    """Make all ops run on one ``backend``, whatever the device.
 
     ``"triton"`` on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before anything
     imports triton. ``"native"``, the default for CPU tensors where there is a C compiler, is for CPU tensors
@@ -45,7 +45,7 @@ def using(backend: Backend) -> Iterator[None]:
 
 
 def chosen(device_type: str) -> Backend:
-    """Returns what runs for tensors of a device.
+    """Return what runs for tensors of a device.
 
     Raises:
         RuntimeError: if C kernels are asked for, and the tensors are not the CPU's.
@@ -60,7 +60,7 @@ def chosen(device_type: str) -> Backend:
 
 
 def backend(device: torch.device) -> str:
-    """Names what runs on a ``device``, for ``repr`` and ``stats()``."""
+    """Name what runs on a ``device``, for ``repr`` and ``stats()``."""
     which = chosen(device.type)
     if which == "native":
         alone = "" if native.has_threads() else ", on one thread: torch has no OpenMP whose threads they could share"

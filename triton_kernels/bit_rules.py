@@ -23,44 +23,44 @@ SIGN = 128  # of a byte
 
 @rule
 def rounded_steps(u: int) -> int:
-    """Rounds the 32 bits of a number that is not negative to an eighth of an octave, but not to infinity."""
+    """Round the 32 bits of a number that is not negative to an eighth of an octave, but not to infinity."""
     return tl.where(u + HALF_STEP < INFINITE_STEP, u + HALF_STEP, LARGEST_STEP) >> MANTISSA
 
 
 @rule
 def exponent_above(steps: int) -> int:
-    """The exponent of a block: the octave above its largest number."""
+    """Return the exponent of a block: the octave above its largest number."""
     return (steps + 7) >> 3
 
 
 @rule
 def below(steps: int, exponent: int, most: int) -> int:
-    """Tells where a number lies in the octaves below the block's exponent: 1 to ``most``, or 0 if it is smaller."""
+    """Tell where a number lies in the octaves below the block's exponent: 1 to ``most``, or 0 if it is smaller."""
     return tl.where(steps + most > exponent * 8, steps + most - exponent * 8, 0)
 
 
 @rule
 def bits_above(code: int, exponent: int, most: int) -> int:
-    """The 32 bits of the number of which ``below`` is ``code``."""
+    """Return the 32 bits of the number of which ``below`` is ``code``."""
     inside = (code > 0) & (code + exponent * 8 > most)
     return tl.where(inside, (code + exponent * 8 - most) << MANTISSA, 0)
 
 
 @rule
 def drawn_steps(u: int, bits: int) -> int:
-    """Rounds as ``rounded_steps``, up or down with the odds of what is cut off, by 16 random bits."""
+    """Round as ``rounded_steps``, up or down with the odds of what is cut off, by 16 random bits."""
     return tl.where(u < LARGEST_STEP, u + bits * 16 + 8, LARGEST_STEP) >> MANTISSA
 
 
 @rule
 def nonzero_code(code: int, steps: int) -> int:
-    """Makes ``below`` 1 where it is 0 and the number is not."""
+    """Make ``below`` 1 where it is 0 and the number is not."""
     return tl.where((steps > 0) & (code < 1), 1, code)
 
 
 @rule
 def signed_code(code: int, negative: int) -> int:
-    """A code with a sign, which 0 has not: ``negative`` is 0 or 1."""
+    """Return a code with a sign, which 0 has not: ``negative`` is 0 or 1."""
     return tl.where(code > 0, code + negative * SIGN, code)
 
 
@@ -69,7 +69,7 @@ def signed_code(code: int, negative: int) -> int:
 
 @rule
 def mixed(word: int) -> int:
-    """Hashes 32-bit words by a permutation; of tensors, words are int64 in [0, 2^32).
+    """Hashe 32-bit words by a permutation; of tensors, words are int64 in [0, 2^32).
 
     The two rounds of shift and multiplication of C. Wellons' hash-prospector, with the constants that
     TheIronBorn found, the second without its top bit: below 2^31, so that no product leaves 63 bits.
@@ -81,7 +81,7 @@ def mixed(word: int) -> int:
 
 @rule
 def block_seed(high: int, done: int) -> int:
-    """Makes the seed of a block: of the upper half of its first flat index, and of the updates done."""
+    """Make the seed of a block: of the upper half of its first flat index, and of the updates done."""
     return mixed(mixed(high + GOLDEN) ^ done)
 
 
@@ -99,19 +99,19 @@ def moments_word(low: int, seed: int) -> int:
 
 @rule
 def half_of(word: int, second: int) -> int:
-    """The 16 bits of one of the two: ``second`` is 0 or 1."""
+    """Return the 16 bits of one of the two: ``second`` is 0 or 1."""
     return (word >> (second * 16)) & 0xFFFF
 
 
 @rule
 def half(u: int) -> int:
-    """Returns what rounds the 32 bits of a number to the nearest bfloat16, to even where two are as near."""
+    """Return what rounds the 32 bits of a number to the nearest bfloat16, to even where two are as near."""
     return 0x7FFF + ((u >> 16) & 1)
 
 
 @rule
 def bfloat16(u: int, carry: int) -> int:
-    """Keeps the upper 16 bits of a number; 16 bits of ``carry`` round up in magnitude with the odds of what is cut off.
+    """Keep the upper 16 bits of a number; 16 bits of ``carry`` round up in magnitude with the odds of what is cut off.
 
     Uniform ones (``random_bits``) do so without bias. What bfloat16 can represent stays as it is. Above the largest
     finite bfloat16 the upper neighbour is infinity.
@@ -124,25 +124,25 @@ def bfloat16(u: int, carry: int) -> int:
 
 @rule
 def with_24_bits(u: int, bits: int) -> int:
-    """Keeps the upper 24 bits of a number, rounded up in magnitude with the odds of the others, by 16 random bits."""
+    """Keep the upper 24 bits of a number, rounded up in magnitude with the odds of the others, by 16 random bits."""
     return ((u + (bits >> 8)) >> 8) << 8
 
 
 @rule
 def nearest(u: int) -> int:
-    """Returns the upper 16 bits of the nearest bfloat16; of two the larger in magnitude, so that ``lost`` fits."""
+    """Return the upper 16 bits of the nearest bfloat16; of two the larger in magnitude, so that ``lost`` fits."""
     return (u + 0x8000) >> 16
 
 
 @rule
 def lost(u: int, upper: int) -> int:
-    """Returns what ``nearest`` has left of the 32 bits of a number, in [-2^15, 2^15): 0 of infinity."""
+    """Return what ``nearest`` has left of the 32 bits of a number, in [-2^15, 2^15): 0 of infinity."""
     return u - (upper << 16)
 
 
 @rule
 def restored(u: int, low: int) -> int:
-    """Returns the 32 bits of which ``lost`` was ``low``, of those of the bfloat16.
+    """Return the 32 bits of which ``lost`` was ``low``, of those of the bfloat16.
 
     Of 0 nothing negative is lost: where that is found somebody has written the 0, and it stays one.
     """

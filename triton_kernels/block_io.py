@@ -27,7 +27,7 @@ def elements(BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def place_in_whole(b, first):
-    """Returns where block ``b`` is in an index space of which a part begins at block ``first``, if that is given."""
+    """Return where block ``b`` is in an index space of which a part begins at block ``first``, if that is given."""
     if first is None:
         return b
     else:
@@ -36,7 +36,7 @@ def place_in_whole(b, first):
 
 @jit()
 def tensor_of(b, block_tensor, coef):
-    """Returns the tensor of block ``b``, and its row of coefficients."""
+    """Return the tensor of block ``b``, and its row of coefficients."""
     t = tl.load(block_tensor + b)
     return t, coef + t * COLUMNS
 
@@ -58,7 +58,7 @@ def bytes_of(positive):
 
 @jit()
 def bytes_by_halves(positive):
-    """Does as ``bytes_of``, in fewer operations where a thread has half a byte: most shifts are constants then."""
+    """Do as ``bytes_of``, in fewer operations where a thread has half a byte: most shifts are constants then."""
     ones = tl.reshape(positive.to(tl.int32), [positive.shape[0], 2, 4])
     halves = tl.sum(ones << tl.arange(0, 4)[None, None, :], axis=2)
     return tl.sum(halves << (4 * tl.arange(0, 2)[None, :]), axis=1).to(tl.uint8)
@@ -66,14 +66,14 @@ def bytes_by_halves(positive):
 
 @jit()
 def bytes_at(bits, stride, b, blocks_per_chunk, BLOCK_SIZE: tl.constexpr):
-    """Returns where a block's bits lie: rows of a chunk each, ``stride`` bytes apart."""
+    """Return where a block's bits lie: rows of a chunk each, ``stride`` bytes apart."""
     chunk = b // blocks_per_chunk
     return bits + chunk * stride + (b - chunk * blocks_per_chunk) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8)
 
 
 @jit()
 def load_bits(pointer, plane, TERNARY: tl.constexpr):
-    """Loads the bytes of a block's signs and, ``plane`` bytes on where TERNARY, of what is not zero: uint8 [n] each."""
+    """Load the bytes of a block's signs and, ``plane`` bytes on where TERNARY, of what is not zero: uint8 [n] each."""
     signs = tl.load(pointer)
     nonzero = signs
     if TERNARY:
@@ -83,13 +83,13 @@ def load_bits(pointer, plane, TERNARY: tl.constexpr):
 
 @jit()
 def sum_of_bytes(bits):
-    """Sums bytes uint8 [n] as the little-endian 8-byte numbers that they are; wraps, int64."""
+    """Sum bytes uint8 [n] as the little-endian 8-byte numbers that they are; wraps, int64."""
     return tl.sum(bits.to(tl.int64) << (8 * (tl.arange(0, bits.shape[0]) % 8)))
 
 
 @jit()
 def scaled(signs, nonzero, scale, TERNARY: tl.constexpr):
-    """Returns what bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
+    """Return what bits stand for, float32 [n, 8]: scale and -scale, and 0 for zeros where TERNARY."""
     x = tl.where(bits_of(signs) != 0, scale, rules.negative(scale))
     if TERNARY:
         x = tl.where(bits_of(nonzero) != 0, x, 0.0)
@@ -98,7 +98,7 @@ def scaled(signs, nonzero, scale, TERNARY: tl.constexpr):
 
 @jit()
 def store_bits(pointer, plane, c, TERNARY: tl.constexpr, HALVES: tl.constexpr = False):
-    """Writes a block of c where ``load_bits`` reads; HALVES: by ``bytes_by_halves``."""
+    """Write a block of c where ``load_bits`` reads; HALVES: by ``bytes_by_halves``."""
     tl.store(pointer, bytes_by_halves(c >= 0) if HALVES else bytes_of(c >= 0))
     if TERNARY:
         tl.store(pointer + plane, bytes_by_halves(c != 0) if HALVES else bytes_of(c != 0))
@@ -109,14 +109,14 @@ def store_bits(pointer, plane, c, TERNARY: tl.constexpr, HALVES: tl.constexpr = 
 
 @jit()
 def active(live, row, BLOCK_SIZE: tl.constexpr):
-    """Tells which elements of a block count, bool [BLOCK_SIZE / 8, 8]."""
+    """Tell which elements of a block count, bool [BLOCK_SIZE / 8, 8]."""
     bits = tl.load(live + row.to(tl.int64) * (BLOCK_SIZE // 8) + tl.arange(0, BLOCK_SIZE // 8))
     return bits_of(bits) != 0
 
 
 @jit()
 def counting(live, row, i, BLOCK_SIZE: tl.constexpr):
-    """Does as ``active``; where all elements count, nothing is read."""
+    """Do as ``active``; where all elements count, nothing is read."""
     mask = i >= 0
     if row != 0:
         mask = active(live, row, BLOCK_SIZE)
@@ -136,7 +136,7 @@ def only_active(x, mask, row):
 
 @jit()
 def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
-    """Returns what ``bit_rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
+    """Return what ``bit_rules.random_bits`` takes for a block; ``rounding`` points at the updates done, or is None."""
     if rounding is None:
         return  # noqa: RET502
     else:
@@ -148,7 +148,7 @@ def random_words(rounding, b, i, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def rounded(x, words, dtype: tl.constexpr):
-    """Rounds to nearest even, or bfloat16 stochastically where there are ``words``.
+    """Round to nearest even, or bfloat16 stochastically where there are ``words``.
 
     By hand for bfloat16: Triton's interpreter would cut the bits off.
     """
@@ -164,7 +164,7 @@ def rounded(x, words, dtype: tl.constexpr):
 
 @jit()
 def carried(x, carry, dtype: tl.constexpr):
-    """Rounds to bfloat16 by what carries into the bits that are kept; float32 stays as it is."""
+    """Round to bfloat16 by what carries into the bits that are kept; float32 stays as it is."""
     if dtype == tl.bfloat16:
         up = bit_rules.bfloat16(x.to(tl.uint32, bitcast=True), carry)
         return tl.where(x == x, up, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -188,7 +188,7 @@ def moment_bits(drawn, b, i, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def load(stored, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Loads a block of what is stored in any form (``nouns.Stored``), float32."""
+    """Load a block of what is stored in any form (``nouns.Stored``), float32."""
     if stored.exponents is None:
         return tl.load(stored.numbers + b * BLOCK_SIZE + i).to(tl.float32)
     else:
@@ -197,7 +197,7 @@ def load(stored, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def store(stored, bits, b, i, x, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Stores a block of x, rounded by random bits unless in float32; returns what ``load`` reads then."""
+    """Store a block of x, rounded by random bits unless in float32; return what ``load`` reads then."""
     if stored.exponents is not None:
         at = stored.numbers + b * BLOCK_SIZE + i
         code, exponent = store_codes(x, at, stored.exponents + b, bits, SIGNED, not SIGNED)
@@ -213,7 +213,7 @@ def store(stored, bits, b, i, x, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr)
 
 @jit()
 def nearest(stored, x, SIGNED: tl.constexpr):
-    """Rounds a block of x to the nearest that can be stored; returns that, its codes and their exponent.
+    """Round a block of x to the nearest that can be stored; return that, its codes and their exponent.
 
     Where there are none, the number as it is stored stands for codes.
     """
@@ -227,7 +227,7 @@ def nearest(stored, x, SIGNED: tl.constexpr):
 
 @jit()
 def store_nearest(stored, b, i, code, exponent, BLOCK_SIZE: tl.constexpr):
-    """Stores what ``nearest`` has returned behind the number."""
+    """Store what ``nearest`` has returned behind the number."""
     tl.store(stored.numbers + b * BLOCK_SIZE + i, code.to(stored.numbers.dtype.element_ty))
     if stored.exponents is not None:
         tl.store(stored.exponents + b, exponent.to(tl.uint8))
@@ -238,25 +238,25 @@ def store_nearest(stored, b, i, code, exponent, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def count(mask):
-    """Counts those that are set, float64, from [n, 8]."""
+    """Count those that are set, float64, from [n, 8]."""
     return tl.sum(tl.sum(mask.to(tl.int32), axis=1), axis=0).to(tl.float64)
 
 
 @jit()
 def any_of(mask):
-    """Tells whether any is set, int32, from [n, 8]."""
+    """Tell whether any is set, int32, from [n, 8]."""
     return tl.max(tl.max(mask.to(tl.int32), axis=1), axis=0)
 
 
 @jit()
 def total_of(x):
-    """Sums a block, in float64: a thread all that it has, and only then threads with each other."""
+    """Sum a block, in float64: a thread all that it has, and only then threads with each other."""
     return tl.sum(x.to(tl.float64))
 
 
 @jit()
 def squares_of(x):
-    """Sums the squares of a block of float64 [n, 8] that were float32: these products and sums round once, fused."""
+    """Sum the squares of a block of float64 [n, 8] that were float32: these products and sums round once, fused."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], 4, 2]))
     first, third = tl.split(tl.reshape(even, [x.shape[0], 2, 2]))
     second, fourth = tl.split(tl.reshape(odd, [x.shape[0], 2, 2]))
@@ -265,14 +265,14 @@ def squares_of(x):
 
 @jit()
 def store_norm(norm, b, x):
-    """Stores the sum of squares of a block, in float64, where they are exact."""
+    """Store the sum of squares of a block, in float64, where they are exact."""
     wide = x.to(tl.float64)
     tl.store(norm + b, total_of(wide * wide))
 
 
 @jit()
 def store_partials(partials, stride, b, c, TERNARY: tl.constexpr):
-    """Sums of |c| and c^2 over a block, and, where ternary, how many elements are not zero."""
+    """Sum of |c| and c^2 over a block, and, where ternary, how many elements are not zero."""
     size = tl.abs(c).to(tl.float64)  # once: conversions are slower than sums
     tl.store(partials + b, total_of(size))
     tl.store(partials + stride + b, squares_of(size))
@@ -292,7 +292,7 @@ def sum_of(row, begin, end, LANES: tl.constexpr):
 
 @jit()
 def tree_sum(x):
-    """Adds neighbouring lanes of x float64 [SUM_LANES], again and again, until one is left."""
+    """Add neighbouring lanes of x float64 [SUM_LANES], again and again, until one is left."""
     for half in tl.static_range(1, SUM_LEVELS + 1):
         x = tl.sum(tl.reshape(x, [SUM_LANES >> half, 2]), axis=1)
     return tl.sum(x, axis=0)
@@ -300,7 +300,7 @@ def tree_sum(x):
 
 @jit()
 def ordered_sum(row, begin, end):
-    """Sums row[begin:end], float64: each lane adds in order, then ``tree_sum``."""
+    """Sum row[begin:end], float64: each lane adds in order, then ``tree_sum``."""
     lane = tl.arange(0, SUM_LANES)
     total = tl.zeros([SUM_LANES], tl.float64)
     for at in range(begin, end, SUM_LANES):
@@ -313,7 +313,7 @@ def ordered_sum(row, begin, end):
 
 @jit()
 def is_last(ticket, programs):
-    """Tells whether all other programs have come by ``ticket`` int32 [1], which then is 0 again.
+    """Tell whether all other programs have come by ``ticket`` int32 [1], which then is 0 again.
 
     What they have stored before is seen by what loads afterwards.
     """

@@ -23,7 +23,7 @@ def encode(
     nonzero: bool = False,
     bits: Tensor | None = None,
 ) -> None:
-    """Writes what ``decode`` reads, rounded to nearest, or by random bits; what it has read, exactly as it was.
+    """Write what ``decode`` reads, rounded to nearest, or by random bits; what it has read, exactly as it was.
 
     Args:
         x: float32 [blocks, n], finite.
@@ -44,7 +44,7 @@ def encode(
 
 
 def in_float32(kept: Tensor, exponents: Tensor | None, *, signed: bool = True) -> Tensor:
-    """Returns numbers kept in any form, flat [P], as float32 [P]: the same memory if they are, else another.
+    """Return numbers kept in any form, flat [P], as float32 [P]: the same memory if they are, else another.
 
     ``exponents``, uint8 [blocks], belong to codes, uint8 [P]; else None.
     """
@@ -54,7 +54,7 @@ def in_float32(kept: Tensor, exponents: Tensor | None, *, signed: bool = True) -
 
 
 def keep_nearest(x: Tensor, kept: Tensor, exponents: Tensor | None, *, signed: bool = True) -> None:
-    """Writes float32 x [P] where ``in_float32`` reads it, rounded to nearest."""
+    """Write float32 x [P] where ``in_float32`` reads it, rounded to nearest."""
     blocks = 0 if exponents is None else len(exponents)
     if exponents is None or not blocks:
         kept.copy_(x)
@@ -63,7 +63,7 @@ def keep_nearest(x: Tensor, kept: Tensor, exponents: Tensor | None, *, signed: b
 
 
 def decode(codes: Tensor, exponents: Tensor, *, signed: bool = False) -> Tensor:
-    """Returns what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
+    """Return what ``encode`` has written, float32 [blocks, n], of uint8 [blocks, n] and [blocks]."""
     most = SIGNED_LOGARITHMS if signed else LOGARITHMS
     x = bit_rules.bits_above(codes.int() & most, exponents.int()[:, None], most).view(fp32)
     return tl.where(codes >= SIGN, rules.negative(x), x) if signed else x
@@ -71,7 +71,7 @@ def decode(codes: Tensor, exponents: Tensor, *, signed: bool = False) -> Tensor:
 
 @jit()
 def coded(x, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
-    """Returns what ``encode`` writes of one block [n, 8], codes and their exponent, int32."""
+    """Return what ``encode`` writes of one block [n, 8], codes and their exponent, int32."""
     u = tl.abs(x).to(tl.int32, bitcast=True)
     if bits is None:
         steps = bit_rules.rounded_steps(u)
@@ -89,7 +89,7 @@ def coded(x, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
 
 @jit()
 def store_codes(x, codes, exponent_at, bits, SIGNED: tl.constexpr, NONZERO: tl.constexpr):
-    """Does as ``encode`` of one block; returns codes and their exponent."""
+    """Do as ``encode`` of one block; return codes and their exponent."""
     code, exponent = coded(x, bits, SIGNED, NONZERO)
     tl.store(codes, code.to(tl.uint8))
     tl.store(exponent_at, exponent.to(tl.uint8))
@@ -98,7 +98,7 @@ def store_codes(x, codes, exponent_at, bits, SIGNED: tl.constexpr, NONZERO: tl.c
 
 @jit()
 def decoded(code, exponent, SIGNED: tl.constexpr):
-    """Does as ``decode`` of one block in registers, int32."""
+    """Do as ``decode`` of one block in registers, int32."""
     if SIGNED:
         x = bit_rules.bits_above(code & SIGNED_LOGARITHMS, exponent, SIGNED_LOGARITHMS).to(tl.float32, bitcast=True)
         return tl.where(code >= SIGN, rules.negative(x), x)
@@ -108,5 +108,5 @@ def decoded(code, exponent, SIGNED: tl.constexpr):
 
 @jit()
 def load_codes(codes, exponent_at, SIGNED: tl.constexpr):
-    """Does as ``decode`` of one block."""
+    """Do as ``decode`` of one block."""
     return decoded(tl.load(codes).to(tl.int32), tl.load(exponent_at).to(tl.int32), SIGNED)

@@ -84,7 +84,7 @@ def momentum_compress(
     exp_avg_sq: Divisor | None, bits: Packed, partials: Partials, found: Flag, hold: Flag,
     worker_sq: Moment | None = None,
 ) -> None:  # fmt: skip
-    """Momentum, error feedback and sign compression in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
+    """Update the momentum and compress it with error feedback, in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
 
         e = c - s*sign(c);  c = beta1*m + (1 - beta1)*g*unit + e;  bits = c >= 0
 
@@ -143,7 +143,7 @@ def momentum_compress(
 
 
 def settle(compensated: Compensated, ternary: bool, places: Places) -> None:
-    """Forms the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step, but by rounding.
+    """Form the deferred residual in place: ``c = c - s*sign(c)``, ``s = 0``. Changes no later step, but by rounding.
 
     Args:
         compensated: c [n] and its scales; what is not in float32 is rounded to nearest.

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 def tiles(
     sizes: Sequence[int], chunks: int, block_size: int, device: torch.device, blocks: int = 0, first: int = 0
 ) -> tuple[Tile, ...]:
-    """Returns the tiles of a layout, in order; none crosses a chunk boundary.
+    """Return the tiles of a layout, in order; none crosses a chunk boundary.
 
     ``blocks`` is how many it has where it may be longer than its tensors need: boundaries follow from that. ``first``
     is which of a longer layout its first block is.
@@ -67,12 +67,12 @@ def _tiles(sizes: tuple[int, ...], chunks: int, block: int, blocks: int, tile_nu
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """Views a dense tensor's elements as 1-D, in the order in which they lie in memory."""
+    """View a dense tensor's elements as 1-D, in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def gather(tensors: Sequence[Tensor], tile: Tile, block_size: int) -> Tensor:
-    """Copies a tile of the tensors' elements to float32 [blocks, block_size]; the rest is zero.
+    """Copy a tile of the tensors' elements to float32 [blocks, block_size]; the rest is zero.
 
     An empty tensor where the layout has elements stands for zeros.
     """
@@ -90,7 +90,7 @@ def gather(tensors: Sequence[Tensor], tile: Tile, block_size: int) -> Tensor:
 
 
 def scatter(values: Tensor, tensors: Sequence[Tensor], tile: Tile) -> None:
-    """Copies a tile's values back into the tensors, rounding to their dtype."""
+    """Copy a tile's values back into the tensors, rounding to their dtype."""
     flat = values.view(-1)
     for span in tile.spans:
         at = span.flat - tile.start
@@ -113,14 +113,14 @@ def _sign_table(device: torch.device) -> Tensor:
 
 
 def scaled(bits: Tensor, scale: Tensor) -> Tensor:
-    """Decodes what ``compress`` made, float32 [blocks, block_size]: scale [blocks, 1] and -scale; zeros if ternary."""
+    """Decode what ``compress`` made, float32 [blocks, block_size]: scale [blocks, 1] and -scale; zeros if ternary."""
     ternary = bits.dim() == 2
     values = signs(bits[0] if ternary else bits, len(scale)).mul_(scale)
     return tl.where(signs(bits[1], len(scale)) > 0, values, 0.0) if ternary else values
 
 
 def live_mask(places: Places, tile: Tile) -> Tensor | None:
-    """Tells which elements of a tile count, bool [blocks, block_size]; None where all do."""
+    """Tell which elements of a tile count, bool [blocks, block_size]; None where all do."""
     rows = places.live_row[tile.blocks]
     if bool((rows == FULL_ROW).all()):
         return None
@@ -128,7 +128,7 @@ def live_mask(places: Places, tile: Tile) -> Tensor | None:
 
 
 def only_live(values: Tensor, places: Places, tile: Tile) -> Tensor:
-    """Returns the values, zero where an element does not count."""
+    """Return the values, zero where an element does not count."""
     mask = live_mask(places, tile)
     return values if mask is None else tl.where(mask, values, 0.0)
 
@@ -167,7 +167,7 @@ def write(
     rounding: Tensor | None,
     correction: Tensor | None = None,
 ) -> None:
-    """Writes ``new`` values, which may change, to the elements of a tile that count; others stay ``x``."""
+    """Write ``new`` values, which may change, to the elements of a tile that count; others stay ``x``."""
     mask = live_mask(places, tile)
     new = new if mask is None else tl.where(mask, new, x)
     if correction is not None:
@@ -187,7 +187,7 @@ def follow(
     k: Tensor,
     as_kept: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Updates m and v of a tile in place, and the sums of v if asked; returns both in float32, and what stays.
+    """Update m and v of a tile in place, and the sums of v if asked; return both in float32, and what stays.
 
     Where there is ``found``, elements whose gradient does not count keep both; else, or where there are none: None.
     They are returned before they are rounded, or ``as_kept``.
@@ -208,20 +208,20 @@ def follow(
 
 
 def _rows(stored: Stored | Divisor, tile: Tile) -> tuple[Tensor, Tensor | None]:
-    """Views what a tile has of what is stored: values [blocks, block_size], and exponents uint8 [blocks]."""
+    """View what a tile has of what is stored: values [blocks, block_size], and exponents uint8 [blocks]."""
     b = tile.blocks
     values = stored.numbers.view(-1, tile.numel // (b.stop - b.start))[b]
     return values, None if stored.exponents is None else stored.exponents[b]
 
 
 def load(stored: Stored | Divisor, tile: Tile, signed: bool = True) -> Tensor:
-    """Does as ``block_io.load`` of a tile, float32 [blocks, block_size]: where it is in float32, the same memory."""
+    """Do as ``block_io.load`` of a tile, float32 [blocks, block_size]: where it is in float32, the same memory."""
     values, exponents = _rows(stored, tile)
     return values.float() if exponents is None else decode(values, exponents, signed=signed)
 
 
 def store(stored: Stored | Divisor, new: Tensor, drawn: Tensor | None, tile: Tile, signed: bool = True) -> Tensor:
-    """Does as ``block_io.store`` of a tile's values, float32 [blocks, block_size]; returns what is stored of them."""
+    """Do as ``block_io.store`` of a tile's values, float32 [blocks, block_size]; return what is stored of them."""
     values, exponents = _rows(stored, tile)
     if drawn is None or values.dtype is torch.float32:
         values.copy_(new)
@@ -235,13 +235,13 @@ def store(stored: Stored | Divisor, new: Tensor, drawn: Tensor | None, tile: Til
 
 
 def store_nearest(stored: Stored | Divisor, x: Tensor, tile: Tile, signed: bool = True) -> None:
-    """Stores a tile's values, float32 [blocks, block_size], rounded to nearest."""
+    """Store a tile's values, float32 [blocks, block_size], rounded to nearest."""
     values, exponents = _rows(stored, tile)
     keep_nearest(x, values, exponents, signed=signed)
 
 
 def nearest(x: Tensor, dtype: torch.dtype, signed: bool) -> Tensor:
-    """Rounds a tile's values, float32 [blocks, block_size], to the nearest that can be stored in a dtype; float32."""
+    """Round a tile's values, float32 [blocks, block_size], to the nearest that can be stored in a dtype; float32."""
     exponents = x.new_empty(len(x), dtype=torch.uint8) if dtype is torch.uint8 else None
     values = torch.empty_like(x, dtype=dtype)
     keep_nearest(x, values, exponents, signed=signed)
@@ -272,7 +272,7 @@ def _index_and_seed(done: Tensor, tile: Tile, block_size: int) -> tuple[Tensor, 
 
 
 def stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """Rounds float32 ``x`` to one of its two neighbours in bfloat16, up in magnitude with the odds of its remainder.
+    """Round float32 ``x`` to one of its two neighbours in bfloat16, up in magnitude with the odds of its remainder.
 
     ``bits``, int32 of x's shape, are uniform in [0, 2^16): added below the bits that are kept, they carry.
     See ``bit_rules.bfloat16``; NaN stays as it is.
@@ -282,7 +282,7 @@ def stochastic(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor) -> None:
-    """Rounds in place what bfloat16 tensors get of a tile's values, float32 [blocks, block_size]."""
+    """Round in place what bfloat16 tensors get of a tile's values, float32 [blocks, block_size]."""
     own = _of_bfloat16(params, tile)
     if not own:
         return
@@ -292,19 +292,19 @@ def round_bfloat16(values: Tensor, params: Sequence[Tensor], tile: Tile, roundin
 
 
 def _of_bfloat16(params: Sequence[Tensor], tile: Tile) -> list[slice]:
-    """Returns where in a tile bfloat16 tensors lie."""
+    """Return where in a tile bfloat16 tensors lie."""
     spans = (span for span in tile.spans if params[span.tensor].dtype is torch.bfloat16)
     return [slice(span.flat - tile.start, span.flat - tile.start + span.stop - span.start) for span in spans]
 
 
 def join(x: Tensor, correction: Tensor) -> Tensor:
-    """Returns the masters of which ``part`` has made float32 ``x``, and a correction of its shape."""
+    """Return the masters of which ``part`` has made float32 ``x``, and a correction of its shape."""
     low = correction.int() << (8 if correction.dtype is torch.int8 else 0)
     return bit_rules.restored(x.view(torch.int32), low).view(torch.float32)
 
 
 def part(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rounds float32 ``x`` to the nearest bfloat16, in float32; returns it and what that loses, in ``dtype``.
+    """Round float32 ``x`` to the nearest bfloat16, in float32; return it and what that loses, in ``dtype``.
 
     In int16 that is all of it. Of int8 x is rounded to 24 bits first, by ``bits``: int32 of its shape, 16 random ones.
     """
@@ -320,7 +320,7 @@ def part(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> tuple[Tensor, Te
 def part_bfloat16(
     values: Tensor, params: Sequence[Tensor], tile: Tile, rounding: Tensor | None, correction: Tensor
 ) -> Tensor:
-    """Rounds in place what bfloat16 tensors get of a tile's values; returns what that loses, of others 0."""
+    """Round in place what bfloat16 tensors get of a tile's values; return what that loses, of others 0."""
     bits = None if rounding is None else random_bits(rounding, tile, values.shape[1]).view(-1)
     flat, low = values.view(-1), torch.zeros_like(correction)
     for own in _of_bfloat16(params, tile):
@@ -329,13 +329,13 @@ def part_bfloat16(
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sums the squares of each row of x float32 [rows, n]: float64 [rows]."""
+    """Sum the squares of each row of x float32 [rows, n]: float64 [rows]."""
     wide = x.double()
     return wide.mul_(wide).sum(1)
 
 
 def write_partials(c: Tensor, partials: Tensor) -> bool:
-    """Writes a tile's sums of |c| and c^2; returns whether they are finite, as c then is.
+    """Write a tile's sums of |c| and c^2; return whether they are finite, as c then is.
 
     Where ``partials`` has a third row, it is the number of elements that are not zero.
     """
@@ -348,7 +348,7 @@ def write_partials(c: Tensor, partials: Tensor) -> bool:
 
 
 def pack(x: Tensor, bits: Tensor, compare: Callable[..., Tensor] = torch.ge) -> None:
-    """Sets the bits of elements that compare so with 0."""
+    """Set the bits of elements that compare so with 0."""
     if numpy is not None and x.device.type == "cpu" and x.dtype is torch.float32:
         ones = {torch.ge: numpy.greater_equal, torch.ne: numpy.not_equal}[compare](x.numpy(), 0)
         bits.copy_(torch.from_numpy(numpy.packbits(ones, bitorder="little")))
@@ -359,6 +359,6 @@ def pack(x: Tensor, bits: Tensor, compare: Callable[..., Tensor] = torch.ge) -> 
 
 
 def compress(c: Tensor, bits: Tensor) -> None:
-    """Packs c [blocks, block_size] into the planes that ``bits`` has, uint8 [bytes] or [2, bytes]."""
+    """Pack c [blocks, block_size] into the planes that ``bits`` has, uint8 [bytes] or [2, bytes]."""
     for compare, plane in zip((torch.ge, torch.ne), bits.view(-1, bits.shape[-1]), strict=False):
         pack(c.view(-1), plane, compare)

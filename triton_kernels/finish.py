@@ -106,7 +106,7 @@ class Segments(NamedTuple):
 
 @jit()
 def short_scales(p, segments, partials, partials_stride, NORM: tl.constexpr, TERNARY: tl.constexpr):
-    """Makes and stores scales of short segments, a lane to each, and leaves for the last program what it needs.
+    """Make and store scales of short segments, a lane to each, and leave for the last program what it needs.
 
     Returns their numbers, their first blocks and those behind their last, the length of the longest, and the scales.
     """
@@ -136,7 +136,7 @@ def short_scales(p, segments, partials, partials_stride, NORM: tl.constexpr, TER
 
 @jit()
 def sum_piece(p, groups, segments, partials, partials_stride, TERNARY: tl.constexpr):
-    """Sums a piece of a segment.
+    """Sum a piece of a segment.
 
     Returns whether all its pieces are there now; the segment, the program of its first piece, and how many there are.
     """
@@ -154,7 +154,7 @@ def sum_piece(p, groups, segments, partials, partials_stride, TERNARY: tl.conste
 
 @jit()
 def long_scale(j, first, number, segments, NORM: tl.constexpr, TERNARY: tl.constexpr):
-    """Makes and stores the scale of a segment from the sums of its pieces, by all lanes together."""
+    """Make and store the scale of a segment from the sums of its pieces, by all lanes together."""
     sums, stride, last = segments.sums, segments.sums_stride, first + number
     n = tl.load(segments.live + j)
     if TERNARY:
@@ -169,7 +169,7 @@ def long_scale(j, first, number, segments, NORM: tl.constexpr, TERNARY: tl.const
 
 @jit()
 def _tell_shorts(j, begin, end, longest, s, to):
-    """Writes short segments' scales into messages."""
+    """Write short segments' scales into messages."""
     segment, message_scales, message_scales_stride, blocks_per_message = to
     for k in range(longest):
         # A message tells of a segment where that begins, or where the message itself does.
@@ -183,7 +183,7 @@ def _tell_shorts(j, begin, end, longest, s, to):
 
 @jit()
 def _tell_long(j, begin, end, s, to):
-    """Writes a long segment's scale into messages."""
+    """Write a long segment's scale into messages."""
     segment, message_scales, message_scales_stride, blocks_per_message = to
     last = (end - 1) // blocks_per_message + 1
     # A lane to a message: one after the other, thousands of ranks would each wait for a load.
@@ -196,7 +196,7 @@ def _tell_long(j, begin, end, s, to):
 
 @jit()
 def step_of(header):
-    """Returns the step's number, counted up where it lies on the device."""
+    """Return the step's number, counted up where it lies on the device."""
     step = header.number
     if header.counter is not None:
         step = tl.load(header.counter)
@@ -208,14 +208,14 @@ def step_of(header):
 
 @jit()
 def signal_of(segments, parts):
-    """Returns the norm of what the scales leave, float32."""
+    """Return the norm of what the scales leave, float32."""
     error = io.ordered_sum(segments.sums + ERROR * segments.sums_stride, 0, parts)
     return tl.sqrt(tl.maximum(error, 0.0)).to(tl.float32)
 
 
 @jit()
 def _write_headers(words, words_stride, messages, step, tag, flags, digest):
-    """Writes what changes from step to step into the header of every message, but for the signal."""
+    """Write what changes from step to step into the header of every message, but for the signal."""
     lane = tl.arange(0, LANES)
     nothing = tl.zeros([LANES], tl.int32)
     for first in range(0, messages, LANES):
@@ -229,7 +229,7 @@ def _write_headers(words, words_stride, messages, step, tag, flags, digest):
 
 @jit()
 def _write_signal(words, words_stride, messages, norm):
-    """Writes the signal into the header of every message."""
+    """Write the signal into the header of every message."""
     lane = tl.arange(0, LANES)
     signal = tl.zeros([LANES], tl.int32) + norm.to(tl.int32, bitcast=True)
     for first in range(0, messages, LANES):
@@ -243,7 +243,7 @@ def finish_kernel(
     blocks_per_message, header, digest, hold, coefficients, parts,
     NORM: tl.constexpr, TERNARY: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Scales from partial sums, in a fixed order, and headers.
+    """Make scales from partial sums, in a fixed order, and headers.
 
     Grid: ceil(short segments / LANES), a lane to each, and a program to each piece of the others. The last to arrive
     writes the headers. Behind them, where there are coefficients, ceil(tensors / WIDTH).
@@ -295,7 +295,7 @@ def finish(
     words: Annotated[Headers, "M WORDS"], header: Header, digest: Annotated[Counters, "1"], hold: Flag,
     coefficients: Coefficients | None = None,
 ) -> None:  # fmt: skip
-    """Turns partial sums into scales, in a fixed order, and writes them where they travel from; and headers.
+    """Turn partial sums into scales, in a fixed order, and write them where they travel from; and headers.
 
         l1: mean |c|      l2: sqrt(mean c^2)      contractive: min(l2, 1.9 * l1)      relaxed: the same of 1.3 * l2
 
@@ -370,7 +370,7 @@ def norm_left(sums: Tensor) -> Tensor:
 
 
 def ordered_sum(values: Tensor) -> Tensor:
-    """Sums float64 [..., n] in the order that is the same on all backends: float64 [...]."""
+    """Sum float64 [..., n] in the order that is the same on all backends: float64 [...]."""
     lanes = torch.nn.functional.pad(values, (0, -values.shape[-1] % LANES)).unflatten(-1, (-1, LANES))
     total = torch.zeros_like(values[..., :1]).expand(*values.shape[:-1], LANES)
     for row in lanes.unbind(-2):

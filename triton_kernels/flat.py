@@ -44,7 +44,7 @@ def pack_kernel(x, bits, n, BLOCK_SIZE: tl.constexpr):
 
 @op(pack_kernel, writes=("bits",), derive=_OF_WORDS)
 def _pack(x: Annotated[AnyTensor, "n"], bits: Annotated[Bits, "n/8"]) -> None:
-    """Packs signs: bit i % 8 of byte i // 8 is ``x[i] >= 0`` (so +1 for -0.0; a NaN counts as -1)."""
+    """Pack signs: bit i % 8 of byte i // 8 is ``x[i] >= 0`` (so +1 for -0.0; a NaN counts as -1)."""
     eager.pack(x, bits)
 
 
@@ -65,12 +65,12 @@ def unpack_kernel(bits, x, n, BLOCK_SIZE: tl.constexpr):
 
 @op(unpack_kernel, writes=("x",), derive=_OF_WORDS)
 def _unpack(bits: Annotated[Bits, "n/8"], x: Annotated[AnyTensor, "n"]) -> None:
-    """Writes +1 where a bit is set and -1 where not: ``bits`` uint8 [n / 8], ``x`` any dtype [n]."""
+    """Write +1 where a bit is set and -1 where not: ``bits`` uint8 [n / 8], ``x`` any dtype [n]."""
     x.copy_(eager.signs(bits, 1).view(-1))
 
 
 def pack(x: Tensor) -> Tensor:
-    """Packs the signs of ``x`` (a float dtype, n elements, n a multiple of 8) to uint8 [n / 8].
+    """Pack the signs of ``x`` (a float dtype, n elements, n a multiple of 8) to uint8 [n / 8].
 
     Bit ``i % 8`` of byte ``i // 8``, least significant first, is 1 where ``x[i] >= 0``; so -0.0
     counts as +1, as 0.0 does, and a NaN as -1.
@@ -86,7 +86,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Undoes ``pack``: +1 and -1 in ``dtype`` [8 n] from uint8 ``bits`` of n bytes."""
+    """Undo ``pack``: +1 and -1 in ``dtype`` [8 n] from uint8 ``bits`` of n bytes."""
     signs = torch.empty(bits.numel() * 8, dtype=dtype, device=bits.device)
     _unpack(bits.reshape(-1), signs)
     return signs
@@ -125,7 +125,7 @@ def flatten(
     tensors: Tensors, sizes: Sizes, block_size: int, factor: float, unscale: Annotated[Floats, ""] | None,
     out: Annotated[Floats, "P+8"],
 ) -> None:  # fmt: skip
-    """Copies tensors, times ``factor``, into the flat index space of ``block_size``; padding becomes zero.
+    """Copy tensors, times ``factor``, into the flat index space of ``block_size``; padding becomes zero.
 
     Args:
         tensors: Dense tensors of ``sizes`` elements, read in memory order; empty ones are zeros.

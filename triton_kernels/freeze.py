@@ -16,7 +16,7 @@ def freeze(
     places: Places, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool, precondition: bool, coef: Floats,
     dead_value: Floats | None, least: Floats | None, bfloat16: bool = False,
 ) -> None:  # fmt: skip
-    """Turns the warm-up's state into the compression stage's, in place; runs once per freeze.
+    """Turn the warm-up's state into the compression stage's, in place; runs once per freeze.
 
     ``c = beta1 * unit * m``: with both scales zero, the next ``momentum_compress`` then finds in
     its "residual" just what the full-precision momentum contributes. Other arguments as for ``apply_momentum``.
@@ -48,7 +48,7 @@ def freeze(
 def rewarm(
     places: Places, exp_avg: Variance, exp_avg_sq: Variance, eps_inside_sqrt: bool, precondition: bool, coef: Floats,
 ) -> None:  # fmt: skip
-    """Turns the compression stage's momentum and variance back into the warm-up's, in place; see ``freeze``.
+    """Turn the compression stage's momentum and variance back into the warm-up's, in place; see ``freeze``.
 
     v is corrected for its start at 0. |m| becomes at most (1 - beta1^t) * sqrt(v): a gradient that v has never seen
     then moves a coordinate by about a step, as Adam would have.
@@ -74,7 +74,7 @@ def rewarm(
 
 
 def live_variance(places: Places, exp_avg_sq: Variance) -> Tensor:
-    """Sums v, and counts v > 0, by block: float64 [2, B]; arguments as for ``apply_momentum``."""
+    """Sum v, and count v > 0, by block: float64 [2, B]; arguments as for ``apply_momentum``."""
     sums = exp_avg_sq.new_zeros(2, len(exp_avg_sq) // places.block_size, dtype=torch.float64)
     for tile in tiles(places.sizes, 1, places.block_size, exp_avg_sq.device):
         v = places.rows(exp_avg_sq)[tile.blocks]
@@ -84,7 +84,7 @@ def live_variance(places: Places, exp_avg_sq: Variance) -> Tensor:
 
 
 def square_sums(places: Places, x: PerElement) -> Tensor:
-    """Sums by block the squares of the live elements of ``x`` float32 [P]: float64 [B].
+    """Sum by block the squares of the live elements of ``x`` float32 [P]: float64 [B].
 
     Other arguments as for ``apply_momentum``.
     """
@@ -95,7 +95,7 @@ def square_sums(places: Places, x: PerElement) -> Tensor:
 
 
 def param_squares(params: Tensors, places: Places) -> Tensor:
-    """Sums by block the squares of parameters' live elements: float64 [B]; arguments as for ``apply_momentum``."""
+    """Sum by block the squares of parameters' live elements: float64 [B]; arguments as for ``apply_momentum``."""
     sums = torch.zeros(len(places.live_row), dtype=torch.float64, device=places.live_row.device)
     for tile in tiles(places.sizes, 1, places.block_size, places.live_row.device, len(places.live_row)):
         x = only_live(gather(params, tile, places.block_size), places, tile)
@@ -106,7 +106,7 @@ def param_squares(params: Tensors, places: Places) -> Tensor:
 def update_sums(
     places: Places, x: Variance | None, exp_avg_sq: Variance, eps_inside_sqrt: bool, coef: Floats,
 ) -> Tensor:  # fmt: skip
-    """Sums (x/denom)^2 by block over live elements: float64 [B]; ``x`` None is 1.
+    """Sum (x/denom)^2 by block over live elements: float64 [B]; ``x`` None is 1.
 
     Other arguments as for ``apply_momentum``.
 
@@ -125,7 +125,7 @@ def update_sums(
 
 
 def exponents(places: Places, x: Variance) -> Tensor:
-    """Counts the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
+    """Count the live elements of ``x`` by the upper half of their bits: a histogram with 128 bins per octave.
 
     Other arguments as for ``apply_momentum``.
 

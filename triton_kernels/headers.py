@@ -92,7 +92,7 @@ def unfolded(word: int) -> int:
 
 @jit()
 def fold(total):
-    """Does as ``folded``."""
+    """Do as ``folded``."""
     return (total ^ (total >> 32)).to(tl.int32)
 
 
@@ -106,7 +106,7 @@ def _header(words, rank, stride):
 
 @jit()
 def count_flags(words, stride, own, world_size):
-    """Counts, BITS to each, in how many places of RANKS each flag of ``agreed_flags`` is told; int32, 0 if none."""
+    """Count, BITS to each, in how many places of RANKS each flag of ``agreed_flags`` is told; int32, 0 if none."""
     tl.static_assert(KNOWN * BITS < 32)
     found = tl.zeros([RANKS], tl.int32)
     differ = tl.zeros([RANKS], tl.int32)
@@ -127,7 +127,7 @@ def count_flags(words, stride, own, world_size):
 
 @jit()
 def flags_of(counts):
-    """Flags that ``count_flags`` has counted, int32."""
+    """Return the flags that ``count_flags`` has counted, int32."""
     flags = 0
     for bit in tl.static_range(KNOWN):
         flags |= (((counts >> (BITS * bit)) & ((1 << BITS) - 1)) != 0).to(tl.int32) << bit
@@ -136,7 +136,7 @@ def flags_of(counts):
 
 @jit()
 def keep_words(b, words, stride, kept, world_size):
-    """Copies headers to ``kept`` int32 [W, 8]: program ``b`` RANKS of them, and goes on behind those of all others."""
+    """Copy headers to ``kept`` int32 [W, 8]: program ``b`` RANKS of them, and go on behind those of all others."""
     if b * RANKS < world_size:
         word = tl.arange(0, WORDS)[None, :]
         step = tl.minimum(tl.num_programs(0), world_size) * RANKS

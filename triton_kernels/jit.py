@@ -42,7 +42,7 @@ class _Torch:
 
     @staticmethod
     def sqrt_rn(v: Tensor) -> Tensor:
-        """Takes the root, correctly rounded; torch.sqrt is up to one unit off on CPUs (MKL's vector library)."""
+        """Take the root, correctly rounded; torch.sqrt is up to one unit off on CPUs (MKL's vector library)."""
         if numpy is None or v.device.type != "cpu":
             return newton_sqrt(v)
         with numpy.errstate(invalid="ignore"):
@@ -50,7 +50,7 @@ class _Torch:
 
 
 def newton_sqrt(v: Tensor) -> Tensor:
-    """Takes the correctly rounded root in torch alone: a Newton step in float64."""
+    """Take the correctly rounded root in torch alone: a Newton step in float64."""
     guess = v.sqrt().double().clamp_(1e-300, 1e300)
     return v.double().div_(guess).add_(guess).mul_(0.5).float()
 
@@ -68,20 +68,20 @@ class Deferred:
         self._compiled: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Computes on torch tensors."""
+        """Compute on torch tensors."""
         return self.eager(*arguments)
 
     def bind(self, **rules: Deferred) -> Deferred:
-        """Returns the same function with other rules where it calls these names of its module."""
+        """Return the same function with other rules where it calls these names of its module."""
         return Deferred(self.function, self.eager, self._options, **rules)
 
     def called_by(self, function: Callable[..., Any]) -> Deferred:
-        """Returns a function that calls this one as a kernel of the same options."""
+        """Return a function that calls this one as a kernel of the same options."""
         return Deferred(function, self.eager, self._options)
 
     @property
     def triton(self) -> Any:
-        """Returns the ``triton.jit`` function."""
+        """Return the ``triton.jit`` function."""
         names = _namespace(self.function.__globals__)
         if self._compiled is None:
             if self._rules:
@@ -97,7 +97,7 @@ class Deferred:
 
 
 def interpreting() -> bool:
-    """Tells whether Triton interprets kernels, on CPU tensors."""
+    """Tell whether Triton interprets kernels, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -106,12 +106,12 @@ def _on_gpu_only(*_: Any) -> Any:
 
 
 def jit(*, eager: Callable[..., Any] = _on_gpu_only, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a kernel, or a function that kernels call; ``options`` are ``triton.jit``'s."""
+    """Make a kernel, or a function that kernels call; ``options`` are ``triton.jit``'s."""
     return lambda function: Deferred(function, eager, options)
 
 
 def rule(function: Callable[..., Any]) -> Any:
-    """Makes of ``function`` a formula: kernels call it, Python calls it with tensors, and C is printed from it.
+    """Make of ``function`` a formula: kernels call it, Python calls it with tensors, and C is printed from it.
 
     It is elementwise, and made of its arguments, float literals, operators, ``if`` on constants of the kernel, ``tl``
     (where, abs, sqrt_rn, div_rn), ``of(k, COLUMN)`` and other rules.
@@ -123,7 +123,7 @@ _namespaces: dict[str, dict[str, Any]] = {}
 
 
 def _namespace(module: dict[str, Any]) -> dict[str, Any]:
-    """Returns a module's globals as its kernels see them."""
+    """Return a module's globals as its kernels see them."""
     name = module["__name__"]
     if name not in _namespaces:
         import triton.language
@@ -149,5 +149,5 @@ def _column(k: Tensor, which: int) -> Tensor:
 
 @jit(eager=_column)
 def of(k, which: tl.constexpr):
-    """Reads a coefficient: of one tensor, from its row of the table, in a kernel; in Python by block, [blocks, 1]."""
+    """Read a coefficient: of one tensor, from its row of the table, in a kernel; in Python by block, [blocks, 1]."""
     return tl.load(k + which)

@@ -82,7 +82,7 @@ def lamb_update(
     skip: Flag, exp_avg_sq_sums: DoublePerBlock | None, norms: Annotated[Doubles, "2 B"], found: Flag | None = None,
     found_before: Flag | None = None,
 ) -> None:  # fmt: skip
-    """LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
+    """Make LAMB's moments, and what the norms of x and u need (1-bit LAMB, eq. 2, lines 1 to 3).
 
         m = beta1*m + (1 - beta1)*g;  v = beta2*v + (1 - beta2)*g^2;  u = m/denom + wd*x
 
@@ -138,7 +138,7 @@ def store_step(c, k):
 def lamb_coefficient(
     norms: Annotated[Doubles, "2 B"], layer_start: Starts, skip: Flag, deepspeed: bool, coef: CoefTable, layers: Layers,
 ) -> None:  # fmt: skip
-    """Computes each layer's coefficient and its moving average (eq. 2, line 4; Algorithm 1, line 2).
+    """Compute each layer's coefficient and its moving average (eq. 2, line 4; Algorithm 1, line 2).
 
         c = clip(|x|/|u|, c_min, c_max), 1 where a norm is zero;  c_avg = beta3*c_avg + (1 - beta3)*c
 
@@ -160,7 +160,7 @@ def lamb_coefficient(
 
 
 def norms_of(norms: Tensor, layer_start: Tensor) -> list[Tensor]:
-    """Returns each layer's norms, float64 [tensors, 1], from sums of squares of its blocks."""
+    """Return each layer's norms, float64 [tensors, 1], from sums of squares of its blocks."""
     return [torch.segment_reduce(row, "sum", offsets=layer_start).sqrt()[:, None] for row in norms]
 
 

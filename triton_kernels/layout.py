@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def choose_block_size(sizes: Sequence[int], world_size: int) -> int:
-    """Returns the largest block size whose padding stays below 1 %, else the one that pads least.
+    """Return the largest block size whose padding stays below 1 %, else the one that pads least.
 
     Args:
         sizes: Number of elements of each tensor.
@@ -121,7 +121,7 @@ class FlatLayout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Returns a 31-bit hash that differs between layouts; it travels in every message's header."""
+        """Return a 31-bit hash that differs between layouts; it travels in every message's header."""
         text = f"{self.sizes}/{self.world_size}/{self.block_size}/{self.least_blocks}"
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
@@ -130,12 +130,12 @@ class FlatLayout:
         return self.first_block[tensor] * self.block_size
 
     def cut(self, flat: Tensor) -> list[Tensor]:
-        """Returns views of a line [>= P] of the index space, one of each tensor's elements, [size]."""
+        """Return views of a line [>= P] of the index space, one of each tensor's elements, [size]."""
         firsts = map(self.offset, range(len(self.sizes)))
         return [flat[first : first + size] for first, size in zip(firsts, self.sizes, strict=True)]
 
     def part(self, index: int, count: int) -> FlatLayout:
-        """Returns the ``index``-th of ``count`` equal ranges of the index space, as a layout of its own.
+        """Return the ``index``-th of ``count`` equal ranges of the index space, as a layout of its own.
 
         It has all tensors, each with those of its elements that lie in the range, maybe none, and
         ``world_size / count`` chunks: those of this layout that lie in the range.
@@ -152,7 +152,7 @@ class FlatLayout:
         return FlatLayout(tuple(sizes), self.world_size // count, self.block_size, self.n_blocks // count)
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Yields the parts of tensors inside the flat range ``start:stop``, in order."""
+        """Yield the parts of tensors inside the flat range ``start:stop``, in order."""
         for tensor in self.tensors_in(start, stop):
             offset = self.offset(tensor)
             lo = max(start, offset)
@@ -161,7 +161,7 @@ class FlatLayout:
                 yield Span(tensor, lo - offset, hi - offset, lo)
 
     def tensors_in(self, start: int, stop: int) -> range:
-        """Indices of the tensors with a block in the flat range ``start:stop``."""
+        """Return the indices of the tensors with a block in the flat range ``start:stop``."""
         first, last = start // self.block_size, -(-stop // self.block_size) - 1
         last = min(last, self.first_block[-1] - 1)
         if first > last:
@@ -197,7 +197,7 @@ class FlatLayout:
         raise ValueError(f"scale_scope must be 'global', 'bucket', 'layer' or 'block', got {scope!r}")
 
     def scale_slots(self, scope: ScaleScope) -> tuple[Tensor, int]:
-        """Returns each block's slot among the scales of its chunk's message, and the slots needed.
+        """Return each block's slot among the scales of its chunk's message, and the slots needed.
 
         The server cuts segments at chunk boundaries: slot = segment - first segment of the chunk.
 

@@ -43,7 +43,7 @@ LEVELS = 3
 
 @rule
 def share_of(level, weight, total, unbias, least):
-    """Compares |mean g|^2 with the mean of workers' |g|^2, both without their EMA's start: between ``least`` and 1.
+    """Compare |mean g|^2 with the mean of workers' |g|^2, both without their EMA's start: between ``least`` and 1.
 
     1 where there is nothing to compare; float64.
     """
@@ -86,7 +86,7 @@ def tell_level(
     grads: Tensors, places: Places, exp_avg_sq: PerElement, factor: Annotated[Floats, "1"] | None, updates: Counter,
     share: Indices, place: Indices, projections: Annotated[Floats, "projections"], sums: PerBlock,
 ) -> None:  # fmt: skip
-    """Writes the sums of a worker's gradient with random signs, and those of its v.
+    """Write the sums of a worker's gradient with random signs, and those of its v.
 
     A projection is a sum of neighbours' sums; its signs are a function of the number of ``updates`` and of the
     elements' places, the same on all ranks.
@@ -167,7 +167,7 @@ def follow_level(
     told: Annotated[Floats, "projections+T"], first: Annotated[Table, "T+1"], world_size: int, coef: CoefTable,
     steps: DoublePerTensor, flags: Flag, absent: OfTensors | None, levels: Annotated[Floats, "3 T"], rho: PerTensor,
 ) -> None:  # fmt: skip
-    """Lets each tensor's level follow the last gradient, and compares it with the workers' own squares.
+    """Let each tensor's level follow the last gradient, and compare it with the workers' own squares.
 
         level = beta2^since * level + (1 - beta2^since) * |mean g|^2;  rho = level / (mean of sum v)
 

@@ -14,7 +14,7 @@ VETO = headers.VETO
 
 @jit()
 def squares_of(s, b, mask, limit):
-    """What blocks add to the square of the update's norm, float64 [LANES]."""
+    """Return what blocks add to the square of the update's norm, float64 [LANES]."""
     t = tl.load(limit.block_tensor + b, mask=mask, other=0).to(tl.int64)
     unbias = tl.load(limit.coef + t * COLUMNS + UNBIAS1, mask=mask, other=0.0).to(tl.float64)
     root = tl.load(limit.weight + b, mask=mask, other=0.0).to(tl.float64)

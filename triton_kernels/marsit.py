@@ -88,7 +88,7 @@ class ChunkHeaders(NamedTuple):
 
 @jit()
 def _write_header(words, header):
-    """Writes what changes from round to round; other programs set flags in it meanwhile."""
+    """Write what changes from round to round; other programs set flags in it meanwhile."""
     tl.store(words + STEP, header.number)
     tl.store(words + DIGEST, headers.fold(tl.load(header.digest)))
     tl.store(words + TAG, header.tag)
@@ -98,7 +98,7 @@ def _write_header(words, header):
 
 @jit()
 def _clear(compensated, b):
-    """Notes that a block's compensation is formed."""
+    """Note that a block's compensation is formed."""
     tl.store(compensated.scale + b, 0.0)
     tl.store(compensated.limit + b, rules.INFINITY)
 
@@ -201,7 +201,7 @@ def local_update(
     exp_avg_sq: PerElement | None, compensated: Compensation, bits: Packed, coef: CoefTable, step: LocalUpdate,
     hold: Flag, header: ChunkHeaders,
 ) -> None:  # fmt: skip
-    """Adds a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
+    """Add a worker's own update to what compression has left (Marsit, Algorithm 1, lines 1, 5 and 10).
 
         c = clip(c - s*sign(bits), limit) + u;  bits = c >= 0
 
@@ -270,7 +270,7 @@ def local_update(
 def _update(
     g: Tensor, x: Tensor | None, exp_avg: Tensor | None, exp_avg_sq: Tensor | None, tile: Tile, k: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """New moments and the update of a tile, nothing written."""
+    """Return new moments and the update of a tile; write nothing."""
     b, width = tile.blocks, g.shape[1]
     d = g * of(k, ONE_MINUS_BETA1)
     if x is not None and exp_avg_sq is None:

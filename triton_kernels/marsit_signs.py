@@ -165,7 +165,7 @@ def pick_owned_kernel(bits, bits_stride, quads, rank, world_size, seed, owners, 
     derive={**WORDS, "programs": ("i32", lambda parts: parts)},
 )
 def pick_owned(bits: Words, rank: int, seed: int, owners: Words, picked: Annotated[Words, "1 stride"]) -> None:
-    """Draws whose sign each coordinate gets, and picks those of this rank: D/W bits of D.
+    """Draw whose sign each coordinate gets, and pick those of this rank: D/W bits of D.
 
     At place p of a chunk a shift r is drawn, uniform in 0 ... W - 1, the same on all ranks; worker
     (k + r) mod W gives the sign there of chunk k. So each worker gives as many, and one to each place.
@@ -214,7 +214,7 @@ def place_owned_kernel(gathered, gathered_stride, owners, quads, world_size, bit
 
 @op(place_owned_kernel, writes=("bits",), derive=WORDS)
 def place_owned(gathered: Words, owners: Words, bits: Words) -> None:
-    """Puts what all ranks have picked where it belongs: the inverse of ``pick_owned``.
+    """Put what all ranks have picked where it belongs: the inverse of ``pick_owned``.
 
     Args:
         gathered: What each rank has picked.
@@ -244,7 +244,7 @@ def bernoulli(threshold: int, seed: int, words: Tensor) -> Tensor:
 
 
 def trailing_zeros(threshold: int) -> int:
-    """Counts the last digits of a threshold that cost nothing."""
+    """Count the last digits of a threshold that cost nothing."""
     return (threshold & -threshold).bit_length() - 1 if threshold else DIGITS
 
 
@@ -268,7 +268,7 @@ def _as_bytes(words: Tensor) -> Tensor:
 
 
 def _at_a_time(bits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Returns the bytes of a row that are drawn for at once, and the words' places in the row."""
+    """Return the bytes of a row that are drawn for at once, and the words' places in the row."""
     words, step = bits.shape[1] // 4, _AT_A_TIME.get(bits.device.type, 1 << 20)
     for first, last in pairwise([*range(0, words, step), words]):
         yield slice(4 * first, 4 * last), torch.arange(first, last, device=bits.device)

@@ -96,7 +96,7 @@ def lamb_ratio(
     params: Tensors, places: Places, exp_avg: Signs, last: Signs, exp_avg_sq: Divisor, fresh: PerElement,
     started: Flag, preconditioned: bool, deepspeed: bool, coef: CoefTable, skip: Flag, ratios: Ratios,
 ) -> None:  # fmt: skip
-    """Rebuilds the gradient, updates the fresh variance, finds the largest ratio of each block (lines 15 to 17).
+    """Rebuild the gradient, update the fresh variance, find the largest ratio of each block (lines 15 to 17).
 
         g = (m_t - beta1*m_{t-1})/(1 - beta1);  v_t = beta2*v_{t-1} + (1 - beta2)*g^2
         largest = max over a block of v_{T_w}/v_t, 0 where v_{T_w} is 0 or both are infinite
@@ -144,7 +144,7 @@ def lamb_ratio(
 
 @jit()
 def _max_of(row, begin, end, AT_ONCE: tl.constexpr):
-    """Largest of row[begin:end], float32; 0 of nothing."""
+    """Return the largest of row[begin:end], float32; 0 of nothing."""
     lane = tl.arange(0, AT_ONCE)
     most = tl.zeros([AT_ONCE], tl.float32)
     for at in range(begin, end, AT_ONCE):
@@ -183,7 +183,7 @@ def lamb_rescale(
     largest: PerBlock, norms: Annotated[Doubles, "2 B"] | None, layer_start: Starts, skip: Flag, deepspeed: bool,
     started: Flag, coef: CoefTable, layers: Layers,
 ) -> None:  # fmt: skip
-    """Clips each layer's ratio both ways, and makes its coefficient c = r*c_avg (lines 17 to 20).
+    """Clip each layer's ratio both ways, and make its coefficient c = r*c_avg (lines 17 to 20).
 
     The paper first limits the change (line 18), then the range (line 19). DeepSpeed first blends in
     the share of the weight decay, r = R*r + 1 - R with R = min(1, |m/denom|/|u|), then limits the
@@ -209,7 +209,7 @@ def lamb_rescale(
 
 @jit()
 def _norms_of_layer(x_squares, scale, numel, begin, end, AT_ONCE: tl.constexpr):
-    """Squares of the norms of a layer's parameters, and of what its bits stand for, float64."""
+    """Return the squares of the norms of a layer's parameters, and of what its bits stand for, float64."""
     lane = tl.arange(0, AT_ONCE)
     of_x = tl.zeros([AT_ONCE], tl.float64)
     of_bits = tl.zeros([AT_ONCE], tl.float64)
@@ -249,7 +249,7 @@ def lamb_follow(
     x_squares: PerBlock, scale: PerBlock, numel: Indices, layer_start: Starts, skip: Flag, coef: CoefTable,
     layers: Layers, update_squares: PerTensor,
 ) -> None:  # fmt: skip
-    """Makes each layer's step from what synchronised bits tell of its update, and the coefficient of the next.
+    """Make each layer's step from what synchronised bits tell of its update, and the coefficient of the next.
 
         |u_t| = share * |bits| / ((1 - beta1^t) * c_t);  mean |u|^2 = beta3 * mean |u|^2 + (1 - beta3) * |u_t|^2
         step = lr * min(c_t, c(|x|, |u_t|));  c_{t+1} = c(|x|, mean |u|),  with c as ``lamb_coefficient`` has it

@@ -165,7 +165,7 @@ class Op:
 
     @property
     def schema(self) -> str:
-        """Returns it as ``torch.library`` has it."""
+        """Return it as ``torch.library`` has it."""
         texts = []
         for i, (name, slot) in enumerate(self.arguments.items()):
             kind = slot.schema

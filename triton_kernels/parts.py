@@ -23,7 +23,7 @@ SPAN = 2048  # blocks of a program
 
 @jit()
 def _union(found, parts):
-    """Unites the flags of all parts."""
+    """Unite the flags of all parts."""
     union = 0
     for first in range(0, parts, LANES):
         part = first + tl.arange(0, LANES)
@@ -35,7 +35,7 @@ def _union(found, parts):
 
 @jit()
 def _skip(found, parts, flags, scale, blocks, kept, kept_blocks):
-    """Skips the parts that have not been."""
+    """Skip the parts that have not been."""
     for part in range(parts):
         own = tl.load(found + part)
         tl.store(found + part, own | flags)
@@ -89,7 +89,7 @@ def close_parts(
     found: Annotated[Table, "parts"], scale: PerBlock, kept: Annotated[Floats, "_ | _ _"], flags: Flag, ticket: Flag,
     limit: Limit | None = None, squares: Annotated[Doubles, "programs"] | None = None,
 ) -> None:  # fmt: skip
-    """Skips all parts of a step where any was, or where together they are an update beyond the limit, or no number.
+    """Skip all parts of a step where any was, or where together they are an update beyond the limit, or no number.
 
     The result of a part that is skipped becomes zero, and nothing is lost; one that was skipped already stays.
 

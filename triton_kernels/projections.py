@@ -33,7 +33,7 @@ class Projections(NamedTuple):
 
     @classmethod
     def of(cls, layout: FlatLayout) -> Projections:
-        """Places them."""
+        """Place them."""
         few, many = (
             [1 << max(0, (size // wanted).bit_length() - 1) for size in layout.sizes] for wanted in (LEAST, MOST)
         )
@@ -46,5 +46,5 @@ class Projections(NamedTuple):
         return cls(shares, share.int(), place, int(ends[:, -1].max()))
 
     def to(self, device: torch.device) -> Projections:
-        """Returns the same with tables on ``device``."""
+        """Return the same with tables on ``device``."""
         return self._replace(share=self.share.to(device), place=self.place.to(device))

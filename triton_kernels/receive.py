@@ -27,7 +27,7 @@ def spans_of(blocks_per_message: int) -> int:
 
 @jit()
 def sum_span(payload, begin, end):
-    """Sums 8 bytes each, int64: payload[begin:end]."""
+    """Sum 8 bytes each, int64: payload[begin:end]."""
     lane = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.int64)
     for at in range(begin, end, TILE):
@@ -37,7 +37,7 @@ def sum_span(payload, begin, end):
 
 @jit()
 def _count_flags(own, arrived):
-    """Does as ``count_flags``, of the headers of each part; of its counts only those of 0 are exact."""
+    """Do as ``count_flags``, of the headers of each part; of its counts only those of 0 are exact."""
     counts = 0
     first = tl.full([], 0, tl.int64)
     for _ in range(arrived.parts):
@@ -50,7 +50,7 @@ def _count_flags(own, arrived):
 
 @jit()
 def _store_side(at, mask, segment, kept, side):
-    """Hands a side's scales to blocks."""
+    """Hand a side's scales to blocks."""
     s = tl.load(side.measured + segment, mask=mask, other=0.0)
     tl.store(side.scale + at, tl.where(kept, s, 0.0), mask=mask)
     tl.store(side.settled + at, tl.zeros([LANES], tl.float32), mask=mask)
@@ -58,7 +58,7 @@ def _store_side(at, mask, segment, kept, side):
 
 @jit()
 def _measured(squares, programs, limit, held):
-    """Measures the update; VETO where it is refused. What is held back is none."""
+    """Measure the update; VETO where it is refused. What is held back is none."""
     refused = 0
     if held == 0:
         refused = verdict(tl.sqrt(io.ordered_sum(squares, 0, programs)), limit)
@@ -67,7 +67,7 @@ def _measured(squares, programs, limit, held):
 
 @jit()
 def zero(at, count):
-    """Overwrites at[:count], float32, by one program."""
+    """Overwrite at[:count], float32, by one program."""
     lane = tl.arange(0, LANES)
     for first in range(0, count, LANES):
         tl.store(at + first + lane, tl.zeros([LANES], tl.float32), mask=first + lane < count)
@@ -148,7 +148,7 @@ def receive(
     digest: Annotated[Digest, "parts=N"], ticket: Flag, limit: Limit | None = None,
     squares: Annotated[Doubles, "programs"] | None = None,
 ) -> None:  # fmt: skip
-    """Takes up what servers have sent, and hands scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
+    """Take up what servers have sent, and hand scales to blocks (1-bit LAMB, line 13: 1-bit Adam's).
 
     Of a step in parts these lie one behind the other in all tensors, W messages of each. Where any server's header has
     a flag, or differs from this rank's of that part in a checked word, the step is skipped, all parts of it: s := 0

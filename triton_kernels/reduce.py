@@ -65,7 +65,7 @@ def zeros_like(x):
 
 @jit()
 def add_one(total, signs, nonzero, place: tl.constexpr, scale, LOW: tl.constexpr, TERNARY: tl.constexpr):
-    """Adds what the bytes at bit ``place`` stand for, as ``add_four`` has shifted them.
+    """Add what the bytes at bit ``place`` stand for, as ``add_four`` has shifted them.
 
     A bit becomes the sign of what is subtracted, in two integer operations; of one rank in four it is compared, on
     another unit. Comparing all would fill AMD's scalar registers with results, and none costs registers elsewhere.
@@ -82,7 +82,7 @@ def add_one(total, signs, nonzero, place: tl.constexpr, scale, LOW: tl.constexpr
 
 @jit()
 def add_four(total, fours, scales, LOW: tl.constexpr, TERNARY: tl.constexpr):
-    """Adds four ranks, in their order.
+    """Add four ranks, in their order.
 
     A thread has LOW + 1 neighbouring elements of a byte. First it shifts the byte by where these begin: all shifts
     that follow are constants.
@@ -99,7 +99,7 @@ def add_four(total, fours, scales, LOW: tl.constexpr, TERNARY: tl.constexpr):
 
 @jit()
 def _write_header(words, header, digest, flags):
-    """Writes what changes from step to step into the header of a message of which nothing is left."""
+    """Write what changes from step to step into the header of a message of which nothing is left."""
     step = header.number
     if header.counter is not None:
         step = tl.load(header.counter)
@@ -197,7 +197,7 @@ def server_reduce(
     kept_words: Annotated[Headers, "W WORDS"], words: Annotated[Headers, "1 WORDS"] | None = None,
     header: Header | None = None,
 ) -> None:  # fmt: skip
-    """Averages the workers' chunks and compresses the average (1-bit LAMB, line 10: 1-bit Adam's).
+    """Average the workers' chunks and compress the average (1-bit LAMB, line 10: 1-bit Adam's).
 
         E = c - s*sign(c);  c = sum_w (s_w/W)*sign_w + E;  bits = c >= 0
 

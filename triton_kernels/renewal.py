@@ -45,13 +45,13 @@ SUMS = 3  # rows of what servers tell of a block
 
 @rule
 def followed_level(level, weight, kept, square):
-    """The EMA of |mean g|^2, from 0, and how much of its weights has been given; float64."""
+    """Return the EMA of |mean g|^2, from 0, and how much of its weights has been given; float64."""
     return kept * level + (1.0 - kept) * square, kept * weight + (1.0 - kept)
 
 
 @rule
 def idle(square, level, held):
-    """Tells whether a tensor has had no gradient for so long that its level would fall too far, and stays."""
+    """Tell whether a tensor has had no gradient for so long that its level would fall too far, and stays."""
     return (square == 0.0) & (level < held * MOST_FALL)
 
 
@@ -64,7 +64,7 @@ def level_of(level, weight, total):
 
 @rule
 def factors_of(level, total, alive, floor):
-    """What workers' mean squares are multiplied with, v where there are none, and the least v; float64."""
+    """Return what workers' mean squares are multiplied with, v where there are none, and the least v; float64."""
     mean = level / tl.where(alive > 0, alive, 1.0)
     return level / tl.where(total > 0, total, 1.0), mean, mean * floor
 
@@ -74,7 +74,7 @@ def factors_of(level, total, alive, floor):
 
 @jit()
 def _sum_of_blocks(sums, row: tl.constexpr, sums_stride, begin, end, blocks_per_chunk):
-    """Sums a row of what servers have told over blocks ``begin:end``, in order, float64."""
+    """Sum a row of what servers have told over blocks ``begin:end``, in order, float64."""
     lane = tl.arange(0, io.SUM_LANES)
     total = tl.zeros([io.SUM_LANES], tl.float64)
     for first in range(begin, end, io.SUM_LANES):
@@ -144,7 +144,7 @@ def renew_levels(
     steps: DoublePerTensor, flags: Flag, absent: OfTensors | None, floor: float, levels: Annotated[Floats, "5 T"],
     mean_sq: DoublePerTensor, entered: DoublePerTensor, woken: Flag, factors: Annotated[Floats, "3 T"],
 ) -> None:  # fmt: skip
-    """Lets each tensor's level follow the last gradient, and makes of it what the next v is made with.
+    """Let each tensor's level follow the last gradient, and make of it what the next v is made with.
 
         level = beta2^steps * level + (1 - beta2^steps) * |mean g|^2;  v = level / (sum of mean squares) * mean squares
 
@@ -250,7 +250,7 @@ def renew(
     ternary: bool, coef: CoefTable, exp_avg_sq: Divisor, means: Annotated[Codes, "chunks=R elements=P/R blocks=B/R"],
     factors: Annotated[Floats, "3 T"], writes: bool,
 ) -> None:  # fmt: skip
-    """Brings what is divided by one variance's root to the unit of the next: times old over new denominator.
+    """Bring what is divided by one variance's root to the unit of the next: times old over new denominator.
 
     That is a residual e, and with it the momentum, as ``freeze`` puts it into ``compensated``: with both scales zero
     the next ``momentum_compress`` finds there what both contribute, so that nothing of what was compressed is lost.

@@ -58,7 +58,7 @@ class Left(NamedTuple):
 
 @jit()
 def _clear_flags(received):
-    """The next round's updates set flags in these headers anew."""
+    """Let the next round's updates set flags in these headers anew."""
     nothing = tl.zeros([LANES], tl.int32)
     for first in range(0, received.world_size, LANES):
         w = first + tl.arange(0, LANES)
@@ -134,7 +134,7 @@ def close_round(
     received: Received, coef: CoefTable, block_tensor: Indices, steps: float, most: float, signs: bool, hold: Flag,
     left: Left, digest: Digest, flags: Flag, ticket: Flag,
 ) -> None:  # fmt: skip
-    """Ends a round (Marsit, Algorithm 1): whether all ranks take it, and what they will keep of v (lines 10 and 12).
+    """End a round (Marsit, Algorithm 1): whether all ranks take it, and what they will keep of v (lines 10 and 12).
 
     Where any header has a flag, or differs from this rank's in a checked word, the round is skipped: s := 0, and all of
     v stays. The compensation itself is formed by ``local_update``.

@@ -50,13 +50,13 @@ def counts(g, k) -> bool:
 
 @rule
 def counted(g, k):
-    """Returns a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
+    """Return a gradient, NaN where it is too large to count: nothing that is made of it is finite then."""
     return tl.where(counts(g, k), g, float("nan"))  # a constant would not equal itself: Triton refuses the next launch
 
 
 @rule
 def clip_factor(norm, most):
-    """What brings a gradient of ``norm`` down to ``most``, as torch's ``clip_grad_norm_`` makes it; 0 if infinite."""
+    """Return what brings a gradient's ``norm`` down to ``most``, as torch's ``clip_grad_norm_`` does; 0 if infinite."""
     factor = tl.div_rn(1.0, norm + CLIP_EPS) * most
     return tl.where(factor > 1.0, 1.0, factor)
 
@@ -91,7 +91,7 @@ def seen(x: float, mean: float) -> float:
 
 @rule
 def update_square(s: float, unbias: float, root: float) -> float:
-    """Squares what a block adds to the norm of an update: its scale, unbiased, times the root of its weight."""
+    """Square what a block adds to the norm of an update: its scale, unbiased, times the root of its weight."""
     norm = s * unbias * root
     return norm * norm
 
@@ -107,7 +107,7 @@ def negative(x):
 
 @rule
 def residual(c, s, TERNARY: tl.constexpr):
-    """Forms the deferred error e = c - s*sign(c) (1-bit Adam, lines 7 and 10).
+    """Form the deferred error e = c - s*sign(c) (1-bit Adam, lines 7 and 10).
 
     sign(0) is 1, or 0 where TERNARY (Tarasov & Ershov, section 4).
     """
@@ -168,7 +168,7 @@ def renewed(mean_sq, factor, usual, least):
 
 @rule
 def in_unit(x, v, old, new):
-    """What was divided by the denominator of v, as the next one would have divided it; what had no v stays."""
+    """Return what was divided by the denominator of v, as the next one would have divided it; what had no v stays."""
     return tl.where(v > 0, x * tl.div_rn(old, new), x)
 
 
@@ -305,7 +305,7 @@ def norm_without_noise(squares: float, k) -> float:
 
 @rule
 def followed_norm(last: float, now: float, k) -> float:
-    """The moving average of |u|^2, by beta3; of a step in which nothing moves the last one; float64."""
+    """Return the moving average of |u|^2, by beta3; of a step in which nothing moves the last one; float64."""
     beta3 = of(k, BETA3).to(tl.float64)
     moved = tl.where(last > 0, beta3 * last + (1.0 - beta3) * now, now)
     return tl.where(now > 0, moved, last)
@@ -322,7 +322,7 @@ def decaying_coefficient(x: float, squares: float, k) -> float:
 
 @rule
 def layer_step(c: float, k):
-    """Makes the columns STEP_SIZE, DECAY that move a layer's parameters by its coefficient; float64, rounded once."""
+    """Make the columns STEP_SIZE, DECAY that move a layer's parameters by its coefficient; float64, rounded once."""
     step = of(k, LR).to(tl.float64) * c
     step_size = (step * of(k, UNBIAS1).to(tl.float64)).to(tl.float32)
     decay = (1.0 - step * of(k, WEIGHT_DECAY).to(tl.float64)).to(tl.float32)
@@ -345,7 +345,7 @@ def following_step(most: float, following: float, k):
 
 @rule
 def scale_of(absolute: float, squares: float, n: float, NORM: tl.constexpr):
-    """Makes the scale of n elements with these sums; none of none.
+    """Make the scale of n elements with these sums; none of none.
 
     l1, l2, min(l2, 1.9 * l1) or min(1.3 * l2, 1.9 * l1): what is below 2 * l1 contracts.
     """
@@ -364,7 +364,7 @@ def scale_of(absolute: float, squares: float, n: float, NORM: tl.constexpr):
 
 @rule
 def residual_square(absolute: float, squares: float, s, n: float) -> float:
-    """Forms |e|^2 of n elements with these sums and the scale s, as |c|^2 - s*(2*|c|_1 - s*n), without an element."""
+    """Form |e|^2 of n elements with these sums and the scale s, as |c|^2 - s*(2*|c|_1 - s*n), without an element."""
     wide = s.to(tl.float64)
     return squares - wide * (absolute * 2.0 - wide * n)
 
@@ -391,7 +391,7 @@ def untied(c, bits: int):
 
 @rule
 def compensation(c, sent, limit):
-    """Bounds what compression has left (Algorithm 1, line 10); the paper's limit is infinity."""
+    """Bound what compression has left (Algorithm 1, line 10); the paper's limit is infinity."""
     e = c - sent
     e = tl.where(e < negative(limit), negative(limit), e)  # a NaN stays one
     e = tl.where(e > limit, limit, e)
@@ -434,11 +434,11 @@ def quotient(m, d):
 
 @rule
 def owed(c, update, k):
-    """What a worker's own steps add up to, in units of parameters, with which it decays: so x0 - c is x."""
+    """Return what a worker's own steps add up to, in units of parameters, with which it decays: so x0 - c is x."""
     return c * of(k, DECAY) + update * of(k, STEP_SIZE)
 
 
 @rule
 def leaking(added, x, d, k):
-    """Makes the buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
+    """Make the buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
     return added + x * of(k, WEIGHT_DECAY) * d

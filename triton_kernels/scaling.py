@@ -29,7 +29,7 @@ SQUARES = 3  # of ``weighs``
 
 @jit()
 def _tell(total, loss_scale, found_inf, earlier, told):
-    """Writes what this rank tells, from its sum of squares."""
+    """Write what this rank tells, from its sum of squares."""
     norm = tl.sqrt(total)
     if loss_scale is not None:
         norm = norm / tl.load(loss_scale).to(tl.float64)
@@ -88,7 +88,7 @@ def gradient_squares(
     total: Annotated[Doubles, ""], found_inf: Annotated[Floats, ""] | None = None,
     earlier: Annotated[Floats, "1"] | None = None, told: Annotated[Floats, "2 | 3"] | None = None,
 ) -> None:  # fmt: skip
-    """Sums the squares of a gradient, in float64: no sum overflows, and bad elements do not count; tells the norm.
+    """Sum the squares of a gradient, in float64: no sum overflows, and bad elements do not count; tell the norm.
 
     Args:
         tensors, sizes, block_size: As for ``flatten``.
@@ -176,7 +176,7 @@ def scale_coefficients(
     max_norm: float, weighs: int, outcome: Annotated[Floats, "4"], hold: Flag, coef: CoefTable, scaled: CoefTable,
     digest: Annotated[Counters, "_"] | None = None,
 ) -> None:  # fmt: skip
-    """Decides what gradients are multiplied with, from what ranks have told, and multiplies it into coefficients.
+    """Decide what gradients are multiplied with, from what ranks have told, and multiply it into coefficients.
 
         factor = 1 / loss_scale * min(1, max_norm / (mean norm + 1e-6))
 

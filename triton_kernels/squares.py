@@ -37,7 +37,7 @@ FOLDS = 11  # halvings of a block until one is left, and one more: of the larges
 
 @jit()
 def signed(x, seed, word, BLOCK_SIZE: tl.constexpr):
-    """A block with random signs: a hashed word has those of 32 elements."""
+    """Return a block with random signs: a hashed word has those of 32 elements."""
     w = word.to(tl.uint32) + tl.arange(0, BLOCK_SIZE // 32).to(tl.uint32)
     bits = (bit_rules.mixed(w ^ seed)[:, None] >> tl.arange(0, 32).to(tl.uint32)[None, :]) & 1
     lines = tl.reshape(x, [BLOCK_SIZE // 32, 32])
@@ -46,7 +46,7 @@ def signed(x, seed, word, BLOCK_SIZE: tl.constexpr):
 
 @jit()
 def store_sums(x, share, at, BLOCK_SIZE: tl.constexpr):
-    """Adds neighbours of x [BLOCK_SIZE], again and again, and stores the sums of ``share`` elements."""
+    """Add neighbours of x [BLOCK_SIZE], again and again, and store the sums of ``share`` elements."""
     for fold in tl.static_range(0, FOLDS):
         if (BLOCK_SIZE >> fold) > 0:
             if share == 1 << fold:
@@ -94,7 +94,7 @@ def tell_squares(
     first_block: int, share: Indices, place: Indices, logs: Annotated[Codes, "chunks=R elements=P/R blocks=B/R"],
     projections: Annotated[Floats, "R projections"],
 ) -> None:  # fmt: skip
-    """Writes what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
+    """Write what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
 
     A projection is a sum of neighbours' sums; its signs are a function of the number of ``updates`` and of the
     elements' places, the same on all ranks.
@@ -126,7 +126,7 @@ def tell_squares(
 
 
 def random_signs(updates: Tensor, first_block: int, shape: tuple[int, int]) -> Tensor:
-    """Returns signs, float32 ``shape``, of blocks from ``first_block`` on: rows."""
+    """Return signs, float32 ``shape``, of blocks from ``first_block`` on: rows."""
     words = shape[1] // 32
     word = torch.arange(first_block * words, (first_block + shape[0]) * words, device=updates.device)
     seed = bit_rules.block_seed(word >> 32, updates & bit_rules.WORD)
@@ -182,7 +182,7 @@ def average_squares(
     arrived_projections: Annotated[Floats, "W projections"], share: Indices, place: Indices,
     mean: Annotated[Codes, "chunks=1 elements=P blocks=B"], sums: Annotated[Floats, "3 B"],
 ) -> None:  # fmt: skip
-    """Writes the mean of what workers have told of a chunk, added in their order, and its sums.
+    """Write the mean of what workers have told of a chunk, added in their order, and its sums.
 
     Args:
         arrived, arrived_projections: As ``tell_squares`` writes them, a row for each worker.

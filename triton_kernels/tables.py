@@ -35,7 +35,7 @@ SPREAD = 0x0102040810204080  # multiplied by eight 0/1 bytes, its top byte is th
 
 
 def capturing(device: torch.device) -> bool:
-    """Tells whether a ``device`` captures a CUDA graph: what runs now only runs when the graph is replayed."""
+    """Tell whether a ``device`` captures a CUDA graph: what runs now only runs when the graph is replayed."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):  # torch asks the current one, which need not be it
@@ -54,11 +54,11 @@ class Pattern:
         self._count = 0
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Tells whether ``tensors`` are like those that ``take`` was given last."""
+        """Tell whether ``tensors`` are like those that ``take`` was given last."""
         return self._guards is not None and len(tensors) == self._count and self._guards.check(*tensors)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        """Takes what ``tensors`` are like."""
+        """Take what ``tensors`` are like."""
         self._guards, self._count = None, len(tensors)
         if tensors:
             self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -96,7 +96,7 @@ class Listed(list[Tensor]):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], known: Facts | None = None) -> Listed:
-        """Returns ``tensors``; ``known`` are the facts of such as have these sizes and dtypes, wherever they lie."""
+        """Return ``tensors``; ``known`` are the facts of such as have these sizes and dtypes, wherever they lie."""
         if known is not None and tuple(map(Tensor.data_ptr, tensors)) == known.found:
             return cls(tensors, known)
         return cls(tensors, Facts(tensors))
@@ -117,7 +117,7 @@ _captured: list[Pointers] = []  # CUDA graphs read these again whenever they are
 
 
 def pointer_table(tensors: Sequence[Tensor], device: torch.device) -> Pointers:
-    """Returns the table of addresses and dtypes; uploaded only when one has changed."""
+    """Return the table of addresses and dtypes; uploaded only when one has changed."""
     cuda = device.type == "cuda"
     facts = tensors.facts if isinstance(tensors, Listed) else Facts(tensors)
     # By stream: a table that one stream uploads may not be there yet for another.
@@ -166,11 +166,11 @@ class LiveTable(NamedTuple):
     numel: Tensor
 
     def to(self, device: torch.device) -> LiveTable:
-        """Returns a copy on ``device``."""
+        """Return a copy on ``device``."""
         return LiveTable(*(tensor.to(device) for tensor in self))
 
     def mask(self) -> Tensor:
-        """Returns which elements count: bool [P]; allocates."""
+        """Return which elements count: bool [P]; allocates."""
         places = torch.arange(8, dtype=torch.uint8, device=self.bits.device)
         return (self.bits[self.row.long()][..., None] >> places & 1).bool().view(-1)
 
@@ -180,7 +180,7 @@ def live_table(
     masks: Mapping[int, Tensor] | None = None,
     excluded: Collection[int] = (),
 ) -> LiveTable:
-    """Builds the active mask.
+    """Build the active mask.
 
     Args:
         layout: The flat index space.
@@ -219,7 +219,7 @@ def live_table(
 
 
 def _rows_of_mask(mask: Tensor, blocks: int, block: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns each block's row, int32, where those from ``rows`` on are new; and the new ones, bool [new, block].
+    """Return each block's row, int32, where those from ``rows`` on are new; and the new ones, bool [new, block].
 
     No Python object per block: a mask may have as many elements as the largest tensor.
     """
@@ -252,12 +252,12 @@ class BlockTables:
         self._layout, self._device = FlatLayout(sizes, blocks, block_size), device
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies, and what is unpickled, are the shared one."""
+        """Let copies, and what is unpickled, be the shared one."""
         layout = self._layout
         return block_tables, (layout.sizes, layout.world_size, layout.block_size, self._device)
 
     def made(self) -> list[Tensor]:
-        """Returns what there is of them so far."""
+        """Return what there is of them so far."""
         found = (each if isinstance(each, tuple) else (each,) for each in vars(self).values())
         return [tensor for each in found for tensor in each if isinstance(tensor, Tensor)]
 
@@ -268,19 +268,19 @@ class BlockTables:
 
     @cached_property
     def start(self) -> Tensor:
-        """Tells which of its tensor's blocks each is, from 0 on: int32 [blocks]."""
+        """Tell which of its tensor's blocks each is, from 0 on: int32 [blocks]."""
         layout = self._layout
         first = torch.tensor(layout.first_block, dtype=torch.int64)
         return (torch.arange(layout.n_blocks) - first[layout.block_tensor()]).to(self._device, torch.int32)
 
     @cached_property
     def live(self) -> LiveTable:
-        """Tells which elements are no padding."""
+        """Tell which elements are no padding."""
         return live_table(self._layout).to(self._device)
 
     @cached_property
     def first_block(self) -> Tensor:
-        """Tells where each tensor's blocks begin, and behind the last where they end: int32 [tensors + 1]."""
+        """Tell where each tensor's blocks begin, and behind the last where they end: int32 [tensors + 1]."""
         return torch.tensor(self._layout.first_block, dtype=torch.int32).to(self._device)
 
 
@@ -288,7 +288,7 @@ _block_tables: WeakValueDictionary[tuple[Any, ...], BlockTables] = WeakValueDict
 
 
 def block_tables(sizes: Sequence[int], blocks: int, block_size: int, device: torch.device) -> BlockTables:
-    """Returns the tables of a layout, the same for all who ask while somebody keeps them.
+    """Return the tables of a layout, the same for all who ask while somebody keeps them.
 
     Whoever launches kernels on a layout again and again keeps its tables: they would be made anew for each launch, and
     a CUDA graph would read memory that is no longer theirs.
@@ -302,5 +302,5 @@ def block_tables(sizes: Sequence[int], blocks: int, block_size: int, device: tor
 
 
 def tables_of(layout: FlatLayout, device: torch.device) -> BlockTables:
-    """Returns those of a whole layout, to keep."""
+    """Return those of a whole layout, to keep."""
     return block_tables(layout.sizes, layout.n_blocks, layout.block_size, device)

@@ -37,7 +37,7 @@ from .op import op
 @jit()
 def moved_kernel(place, words, b, i, update, k, mask, row, fine, correction,
                  PARAMS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Moves the elements of a block that count, and are ``fine`` if that is given; returns where to, unrounded."""
+    """Move the elements of a block that count, and are ``fine`` if that is given; return where to, unrounded."""
     before = users.load_master(place, b, i, correction, mask, row, PARAMS, BLOCK_SIZE)
     x = rules.moved(before, update, k)
     if fine is not None:
@@ -49,7 +49,7 @@ def moved_kernel(place, words, b, i, update, k, mask, row, fine, correction,
 @jit()
 def moments_kernel(place, moments, exp_avg_sq_sums, found, first, b, i, k, mask, row,
                    AS_KEPT: tl.constexpr, GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Updates m and v of a block, and the sum of v where asked; returns both, and which gradients count.
+    """Update m and v of a block, and the sum of v where asked; return both, and which gradients count.
 
     Where there is ``found``, elements whose gradient does not keep both. AS_KEPT: returns what is kept of both, which
     another launch reads again; else both before they are rounded.
@@ -79,7 +79,7 @@ def moments_kernel(place, moments, exp_avg_sq_sums, found, first, b, i, k, mask,
 
 @jit()
 def tell_kernel(found, fine):
-    """Tells of gradients that do not count; a caller does so where fewest registers are in use."""
+    """Tell of gradients that do not count; a caller does so where fewest registers are in use."""
     if found is not None:
         bad = io.any_of(~fine)
         if bad != 0:
@@ -88,7 +88,7 @@ def tell_kernel(found, fine):
 
 @jit()
 def forget_kernel(b, found_before):
-    """Clears, by the first program, what the last step has found: the host has seen it, or has a copy."""
+    """Clear, by the first program, what the last step has found: the host has seen it, or has a copy."""
     if found_before is not None and b == 0:
         tl.store(found_before, 0)
 
@@ -147,7 +147,7 @@ def apply_momentum(
     digest: Annotated[Counters, "parts"] | None = None, x_squares: PerBlock | None = None, count: Count | None = None,
     steps: DoublePerTensor | None = None, correction: Correction | None = None,
 ) -> None:  # fmt: skip
-    """Applies the synchronised momentum with the frozen variance (1-bit Adam).
+    """Apply the synchronised momentum with the frozen variance (1-bit Adam).
 
         x = (1 - lr*wd)*x - step_size * m/denom,  m = scale*sign(bits)/unit
         denom = sqrt(v)/sqrt(1 - beta2^F) + eps, or eps inside the root
@@ -234,7 +234,7 @@ def adam_update(
     exp_avg_sq_sums: DoublePerBlock | None, rounding: Counter | None, found: Flag | None = None,
     found_before: Flag | None = None, correction: Correction | None = None, first: Flag | None = None,
 ) -> None:  # fmt: skip
-    """Takes one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
+    """Take one step of AdamW, on averaged gradients also the warm-up of 1-bit Adam (1-bit LAMB, eq. 1).
 
     Other arguments as for ``apply_momentum``.
 

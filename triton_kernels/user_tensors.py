@@ -16,7 +16,7 @@ ALIGNED = 4  # added where all addresses are multiples of 16 bytes
 
 @jit()
 def place_of(table, tensors, t, block_start, b, BLOCK_SIZE: tl.constexpr):
-    """Finds a block in the user's tensor ``t``: its address, a pointer to its dtype, its first element there."""
+    """Find a block in the user's tensor ``t``: its address, a pointer to its dtype, its first element there."""
     return tl.load(table + t), table + tensors + t, tl.load(block_start + b).to(tl.int64) * BLOCK_SIZE
 
 
@@ -56,7 +56,7 @@ def _load_any(place, i, mask, STORED: tl.constexpr):
 
 @jit()
 def load(place, i, mask, row, STORED: tl.constexpr):
-    """Loads a block of the user's tensor as float32; zeros where nothing counts, or where it has no address."""
+    """Load a block of the user's tensor as float32; zeros where nothing counts, or where it has no address."""
     x = tl.zeros(i.shape, tl.float32)
     if row == 0:
         x = _load_any(place, i, None, STORED)
@@ -67,7 +67,7 @@ def load(place, i, mask, row, STORED: tl.constexpr):
 
 @jit()
 def keep(place, b, i, kept, inside, inside_row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Copies block ``b`` of the user's tensor, all but padding, to ``kept``; returns it."""
+    """Copy block ``b`` of the user's tensor, all but padding, to ``kept``; return it."""
     row = tl.load(inside_row + b)
     x = load(place, i, io.counting(inside, row, i, BLOCK_SIZE), row, STORED)
     tl.store(kept + b * BLOCK_SIZE + i, x)
@@ -104,7 +104,7 @@ def _store_any(place, i, x, words, mask, STORED: tl.constexpr):
 
 @jit()
 def store(place, i, x, words, mask, row, STORED: tl.constexpr):
-    """Writes float32 ``x`` where ``load`` reads, rounded to the tensor's dtype; see ``block_io.random_words``."""
+    """Write float32 ``x`` where ``load`` reads, rounded to the tensor's dtype; see ``block_io.random_words``."""
     if row == 0:
         _store_any(place, i, x, words, None, STORED)
     elif row != 1:
@@ -113,7 +113,7 @@ def store(place, i, x, words, mask, row, STORED: tl.constexpr):
 
 @jit()
 def load_master(place, b, i, correction, mask, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Loads a block as ``load``; where there is a ``correction``, before bfloat16 tensors were rounded."""
+    """Load a block as ``load``; where there is a ``correction``, before bfloat16 tensors were rounded."""
     x = load(place, i, mask, row, STORED)
     if correction is None:
         return x
@@ -127,7 +127,7 @@ def load_master(place, b, i, correction, mask, row, STORED: tl.constexpr, BLOCK_
 
 @jit()
 def _store_parted(place, at, i, x, words, correction, mask, STORED: tl.constexpr):
-    """Writes the nearest bfloat16, and what that loses."""
+    """Write the nearest bfloat16, and what that loses."""
     address, _, start = place
     pointer = address.to(tl.pointer_type(tl.bfloat16)) + start
     if STORED >= ALIGNED:
@@ -161,7 +161,7 @@ def _store_master(place, at, i, x, words, correction, mask, STORED: tl.constexpr
 
 @jit()
 def store_master(place, b, i, x, words, correction, mask, row, STORED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Writes a block where ``load_master`` reads; an int8 ``correction`` is rounded by ``words``."""
+    """Write a block where ``load_master`` reads; an int8 ``correction`` is rounded by ``words``."""
     if correction is None:
         store(place, i, x, words, mask, row, STORED)
     elif row == 0:

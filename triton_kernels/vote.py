@@ -25,7 +25,7 @@ TIE_BREAKER = 0.5
 
 @jit()
 def _weigh(b, step, weights, weights_stride, slots, rank, world_size):
-    """Writes weight b of all, of which there are no more than blocks."""
+    """Write weight b of all, of which there are no more than blocks."""
     if b < slots * world_size:
         breaks_ties = (tl.load(step) + rank) % world_size == 0
         tl.store(weights + b // slots * weights_stride + b % slots, tl.where(breaks_ties, 1.0 + TIE_BREAKER, 1.0))
@@ -68,7 +68,7 @@ def vote_kernel(
 
 
 def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
-    """Declares the op ``name``, in which a worker votes by a rule: ``c, m = rule(m, g, k)``.
+    """Declare the op ``name``, in which a worker votes by a rule: ``c, m = rule(m, g, k)``.
 
     Args:
         name: Of the op ``torch.ops.fusedonebit.<name>``.
@@ -83,7 +83,7 @@ def vote_op(name: str, rule: Deferred) -> Callable[..., None]:
         grads: Tensors, places: Places, exp_avg: PerElement, coef: CoefTable, step: Counter, hold: Flag, bits: Packed,
         weights: Annotated[Floats, "W _"] | None, rank: int, flags: Flag,
     ) -> None:  # fmt: skip
-        """Makes a worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
+        """Make a worker's vote, one bit each, and its momentum: of Lion Algorithm 1 (Liu et al., 2024).
 
             c, m = rule(m, g);  bits = c >= 0
 

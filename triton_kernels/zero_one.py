@@ -133,7 +133,7 @@ def local_step(
     compensated: PerElement, worker_scale: PerBlock, coef: CoefTable, step: LocalStep, hold: Flag,
     anchor: PerElement | None, flags: Flag,
 ) -> None:  # fmt: skip
-    """Takes a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
+    """Take a worker's own step between two synchronisations (0/1 Adam, Algorithm 1, lines 4 to 6).
 
         m = beta1*m + (1 - beta1)*g;  x = (1 - lr*wd)*x - step_size * m/denom;  c = c + m/denom, or c + m
 
@@ -262,7 +262,7 @@ def rebuild_momentum(
     awaited: DoublePerTensor | None, exp_avg_sq: PerElement | None, eps_inside_sqrt: bool, coefficients: Coefficients,
     exp_avg: PerElement, sent: PerBlock,
 ) -> None:  # fmt: skip
-    """Momentum from the synchronised buffer (0/1 Adam, Algorithm 1, line 9): m = scale/summed*sign(bits) * denom.
+    """Rebuild the momentum from the buffer (0/1 Adam, Algorithm 1, line 9): m = scale/summed*sign(bits) * denom.
 
     Other arguments as for ``apply_momentum``.
 

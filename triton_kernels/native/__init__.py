@@ -34,7 +34,7 @@ _printed: dict[str, str] = {}
 
 
 def declare(name: str, parameters: Sequence[Parameter], printed: str = "") -> None:
-    """Tells what an op's kernel takes, and its C file where it is ``printed``; the next call builds with it."""
+    """Tell what an op's kernel takes, and its C file where it is ``printed``; the next call builds with it."""
     if printed:
         KERNELS.add(name)
         _printed[f"{name}.c"] = printed
@@ -44,7 +44,7 @@ def declare(name: str, parameters: Sequence[Parameter], printed: str = "") -> No
 
 
 def library() -> Mapping[str, Kernel] | None:
-    """Returns the C kernels, built if need be; None where there are none: ``reason`` says why."""
+    """Return the C kernels, built if need be; None where there are none: ``reason`` says why."""
     return _library()[0]
 
 
@@ -54,12 +54,12 @@ def reason() -> str:
 
 
 def has_threads() -> bool:
-    """Tells whether kernels can run on the threads of torch's operations, else on one."""
+    """Tell whether kernels can run on the threads of torch's operations, else on one."""
     return bool(_openmp())
 
 
 def shared_library() -> bytes:
-    """Returns the C kernels as a shared library, built if need be; raises as ``build.shared_library``."""
+    """Return the C kernels as a shared library, built if need be; raise as ``build.shared_library``."""
     printed = {"generated.h": header(_parameters), "on_threads.c": on_threads(_parameters)}
     return build.shared_library([f"{name}_on_threads" for name in _parameters], printed | _printed)
 
@@ -79,7 +79,7 @@ def _library() -> tuple[Mapping[str, Kernel] | None, str]:
 
 @cache
 def _openmp() -> tuple[ctypes.c_void_p, ...]:
-    """Returns how to start a function on the threads that torch's operations have, and which of them runs it; or ()."""
+    """Return how to start a function on the threads that torch's operations have, and which of them runs it; or ()."""
     process = ctypes.CDLL(None)
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     if "OpenMP" not in torch.__config__.parallel_info() or not all(hasattr(process, name) for name in names):
@@ -104,7 +104,7 @@ class Kernel:
         self._call.argtypes, self._call.restype = kinds, None
 
     def start(self, programs: int, *values: Any) -> None:
-        """Runs programs 0 to ``programs`` on torch's threads, as many as it has been set to; none depends on another.
+        """Run programs 0 to ``programs`` on torch's threads, as many as it has been set to; none depends on another.
 
         ``values`` are what ``addresses`` has returned.
         """
@@ -112,7 +112,7 @@ class Kernel:
         self._call(threads, programs, *values)
 
     def addresses(self, given: Sequence[Any], block_size: int) -> list[Any]:
-        """Returns what C takes for the arguments of the Triton kernel: addresses, numbers, and dtypes behind some.
+        """Return what C takes for the arguments of the Triton kernel: addresses, numbers, and dtypes behind some.
 
         Tensors are as the op declares them, which C would not notice: it has been checked.
         """

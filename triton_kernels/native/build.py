@@ -57,13 +57,13 @@ class UnavailableError(Exception):
 
 @cache
 def compiler() -> str:
-    """Returns the C compiler to use: $CC, with its arguments, or else cc, gcc or clang; empty where there is none."""
+    """Return the C compiler to use: $CC, with its arguments, or else cc, gcc or clang; empty where there is none."""
     given = os.environ.get("CC", "").strip()
     return given or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
 def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> bytes:
-    """Returns the shared library with these functions, as it was kept or newly built of sources and ``printed`` files.
+    """Return the shared library with these functions, as it was kept or newly built of sources and ``printed`` files.
 
     Raises:
         UnavailableError, OSError: where there is none.
@@ -90,14 +90,14 @@ def shared_library(names: Sequence[str], printed: Mapping[str, str]) -> bytes:
 
 
 def load(library: bytes) -> ctypes.CDLL:
-    """Loads a shared library from a copy in memory: whoever truncates a file ends the processes that run it."""
+    """Load a shared library from a copy in memory: whoever truncates a file ends the processes that run it."""
     path, _ = _loaded.enter_context(_copied(library))
     return ctypes.CDLL(path)
 
 
 @contextmanager
 def _copied(library: bytes) -> Iterator[tuple[str, int]]:
-    """Gives the path and the descriptor of a copy in memory, or else of a temporary file that only this user reads.
+    """Give the path and the descriptor of a copy in memory, or else of a temporary file that only this user reads.
 
     What is loaded must stay open, because the loader takes equal paths for the same library.
     """
@@ -109,7 +109,7 @@ def _copied(library: bytes) -> Iterator[tuple[str, int]]:
 
 
 def _memory() -> int:
-    """Returns the descriptor of an empty file in memory; -1 on other systems than Linux, and where it is forbidden."""
+    """Return the descriptor of an empty file in memory; -1 on other systems than Linux, and where it is forbidden."""
     try:
         return os.memfd_create("kernels") if os.path.exists("/proc/self/fd") else -1
     except (AttributeError, OSError):
@@ -160,13 +160,13 @@ def _try(library: bytes, names: Sequence[str]) -> None:
 
 
 def _wrong(told: str) -> str:
-    """Returns the line of a program's output that says what is wrong."""
+    """Return the line of a program's output that says what is wrong."""
     lines = told.strip().splitlines()
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
 
 
 def _run(command: Sequence[str], seconds: float, *inherited: int) -> tuple[str, str]:
-    """Runs a program that may hang; returns how it failed, "" if it has not, and what it wrote.
+    """Run a program that may hang; return how it failed, "" if it has not, and what it wrote.
 
     When the time is over it ends together with all that it has started, which a shell script's children outlive.
     """
@@ -201,7 +201,7 @@ def _run(command: Sequence[str], seconds: float, *inherited: int) -> tuple[str, 
 
 
 def _fingerprint(command: Sequence[str], printed: Mapping[str, str]) -> str:
-    """Hashes what may change the library: homes are shared between machines and between environments."""
+    """Hashe what may change the library: homes are shared between machines and between environments."""
     failed, version = _run([*command, "--version"], ANSWER_SECONDS)
     if failed.startswith(_NO_END):
         raise UnavailableError(f"{compiler()} --version: {failed}")
@@ -216,7 +216,7 @@ def _fingerprint(command: Sequence[str], printed: Mapping[str, str]) -> str:
 
 
 def _identity(word: str) -> str:
-    """Tells which file a word of the command names, if any: a compiler, one that it calls, a file of arguments."""
+    """Tell which file a word of the command names, if any: a compiler, one that it calls, a file of arguments."""
     path = shutil.which(word) or word.removeprefix("@")
     try:
         found = Path(path).stat()
@@ -243,7 +243,7 @@ def _folder() -> Path:
 
 
 def _make_own(folder: Path) -> None:
-    """Makes the folder, if need be, for this user alone, whatever the umask; raises OSError if it can't be trusted."""
+    """Make the folder, if need be, for this user alone, whatever the umask; raise OSError if it can't be trusted."""
     if not folder.is_absolute():
         raise FileNotFoundError("HOME names no folder")
     for made in (folder.parent, folder):
@@ -253,12 +253,12 @@ def _make_own(folder: Path) -> None:
 
 
 def _is_mine(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
-    """Tells whether it is of this kind, this user's, and nobody else may write it: what is loaded runs."""
+    """Tell whether it is of this kind, this user's, and nobody else may write it: what is loaded runs."""
     return kind(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _kept(path: Path) -> bytes:
-    """Returns the library of this name, if it is whole and nobody else can have put it there; else nothing."""
+    """Return the library of this name, if it is whole and nobody else can have put it there; else nothing."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
     except OSError:
@@ -272,7 +272,7 @@ def _kept(path: Path) -> bytes:
 
 
 def _keep(path: Path, library: bytes) -> None:
-    """Writes a file that has its name only when it is complete."""
+    """Write a file that has its name only when it is complete."""
     file, unfinished = tempfile.mkstemp(dir=path.parent)  # for this user alone, whatever the umask
     try:
         with open(file, "wb") as kept:

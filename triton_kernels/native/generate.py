@@ -39,17 +39,17 @@ class Spec(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Returns those that it may have: words are bytes to callers."""
+        """Return those that it may have: words are bytes to callers."""
         dtype = torch.uint8 if self.dtype is torch.uint32 else self.dtype
         return ((dtype,) if dtype else (torch.float32, torch.bfloat16)) + self.others
 
     def is_dense(self, x: torch.Tensor) -> bool:
-        """Tells whether a tensor's rows have no gaps, if they must not."""
+        """Tell whether a tensor's rows have no gaps, if they must not."""
         return not self.dense or not x.dim() or x.stride(-1) == 1 or x.shape[-1] <= 1
 
     @property
     def pointer(self) -> str:
-        """Returns it as Triton's signatures have it."""
+        """Return it as Triton's signatures have it."""
         return _TYPES[self.dtype or torch.float32][0]
 
 
@@ -72,12 +72,12 @@ class Parameter(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Tells whether a C kernel is told the dtype behind it: its place among those that it may have."""
+        """Tell whether a C kernel is told the dtype behind it: its place among those that it may have."""
         return self.spec is not None and len(self.spec.dtypes) > 1
 
     @property
     def in_c(self) -> list[str]:
-        """Returns it as C declares it; a noun's fields may be written, by any kernel that gets it."""
+        """Return it as C declares it; a noun's fields may be written, by any kernel that gets it."""
         const = "" if self.written or self.place else "const "
         if self.several:
             return [f"{const}void *{self.named}", f"int64_t {self.named}_kind"]
@@ -87,12 +87,12 @@ class Parameter(NamedTuple):
 
     @property
     def named(self) -> str:
-        """Returns what C calls it, in a noun by its field's name."""
+        """Return what C calls it, in a noun by its field's name."""
         return self.place.field if self.place else self.name
 
 
 def _arguments(parameters: Sequence[Parameter], value: str = "") -> str:
-    """Returns a kernel's arguments as C declares them, or, with a prefix of what is given, as they are handed over."""
+    """Return a kernel's arguments as C declares them, or, with a prefix of what is given, as they are handed over."""
     texts = []
     for place, group in itertools.groupby(parameters, lambda p: p.place and (p.place.argument, p.place.noun)):
         each = list(group)
@@ -107,7 +107,7 @@ def _arguments(parameters: Sequence[Parameter], value: str = "") -> str:
 
 
 def _nouns(kernels: Iterable[Sequence[Parameter]]) -> Iterator[str]:
-    """Prints each noun as a struct."""
+    """Print each noun as a struct."""
     known: dict[str, str] = {}
     for parameters in kernels:
         for place, group in itertools.groupby(parameters, lambda p: p.place and (p.place.argument, p.place.noun)):
@@ -119,7 +119,7 @@ def _nouns(kernels: Iterable[Sequence[Parameter]]) -> Iterator[str]:
 
 
 def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
-    """Returns the text of ``generated.h``."""
+    """Return the text of ``generated.h``."""
     columns = ", ".join(column.name for column in rules.Coef)
     of_groups = ", ".join(f"{column.name} = {column.value}" for column in rules.Group)
     layers = ", ".join(row.name for row in rules.Layer)
@@ -158,7 +158,7 @@ void use_threads(void *gomp_parallel, void *omp_get_thread_num, void *omp_get_nu
 
 
 def on_threads(kernels: Mapping[str, Sequence[Parameter]]) -> str:
-    """Returns a C file with ``NAME_on_threads`` for each kernel: behind threads and wanted programs, its arguments."""
+    """Return a C file with ``NAME_on_threads`` for each kernel: behind threads and wanted programs, its arguments."""
     functions = [_THREADS]
     for name, parameters in kernels.items():
         flat = [parameter._replace(place=None, written=True) for parameter in parameters]
@@ -191,7 +191,7 @@ void {name}_on_threads(int64_t threads, int64_t wanted, {", ".join(declared)})
 
 
 def instance(template: str, name: str, rule: Callable[..., Any]) -> str:
-    """Returns the C file of op ``name``: the rule, and a template with NAME and RULE filled in.
+    """Return the C file of op ``name``: the rule, and a template with NAME and RULE filled in.
 
     Raises:
         TypeError: for a rule of other arguments or results, or that uses what ``rules`` does not have.
@@ -247,7 +247,7 @@ _CALLS = {
 
 
 def _rules(source: str) -> Iterator[str]:
-    """Prints each rule as an inline function; several results are a struct's. Those of k in float64 are for no C."""
+    """Print each rule as an inline function; several results are a struct's. Those of k in float64 are for no C."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             yield f"#define {ast.unparse(node.targets[0])} {_expression(node.value)}"

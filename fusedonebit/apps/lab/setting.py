@@ -30,7 +30,7 @@ class Setting:
 
     @property
     def freeze_step(self) -> int:
-        """Updates before the variance is frozen."""
+        """Update before the variance is frozen."""
         return int(WARM_UP * self.steps)
 
     @property

@@ -30,7 +30,7 @@ MORE = "--all prints every method, also on other numbers of GPUs; --out DIR draw
 
 
 def methods_table(plan: Plan, names: Collection[str]) -> Table:
-    """Some methods for the configuration asked about; the best of ours is marked."""
+    """Return some methods for the configuration asked about; the best of ours is marked."""
     known = plan.compute is not None
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("a step", no_wrap=True)

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, write the page, say where it is and how large.
+    """Read, write the page, and say where it is and how large.
 
     Raises:
         InputError: if a folder holds no run, or can't be looked at, or the page can't be written.

@@ -70,17 +70,17 @@ class Run:
 
     @property
     def phases(self) -> list[str]:
-        """Names of phases, in the order in which they came."""
+        """Name of phases, in the order in which they came."""
         return list(self._places)
 
     @property
     def first_step(self) -> int:
-        """The first recorded step."""
+        """Return the first recorded step."""
         return min(series.steps[0] for series in self.series.values()) if self.series else self._last
 
     @property
     def last_step(self) -> int:
-        """The last recorded step."""
+        """Return the last recorded step."""
         return self._last
 
     @property

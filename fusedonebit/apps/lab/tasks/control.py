@@ -54,7 +54,7 @@ class Policy:
         return output[..., :-1], output[..., -1]
 
     def _episodes(self, params: Params, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Play; returns states [size, steps, 4], actions and costs [size, steps], without a gradient."""
+        """Play; return states [size, steps, 4], actions and costs [size, steps], without a gradient."""
         position, gusts, gumbel = batch
         velocity, params = torch.zeros_like(position), {name: p.detach() for name, p in params.items()}
         states, actions, costs = [], [], []

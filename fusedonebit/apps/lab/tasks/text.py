@@ -31,17 +31,17 @@ def _corpus(source: bool, length: int) -> Corpus:
 
 
 def causal() -> Language:
-    """A transformer that predicts each next byte of Python's documentation."""
+    """Return a transformer that predicts each next byte of Python's documentation."""
     return Language(_Transformer(causal=True), _corpus(source=False, length=LENGTH))
 
 
 def masked() -> Masked:
-    """A transformer that predicts hidden bytes of Python's standard library."""
+    """Return a transformer that predicts hidden bytes of Python's standard library."""
     return Masked(_Transformer(causal=False), _corpus(source=True, length=LENGTH))
 
 
 def lstm() -> Language:
-    """An LSTM that predicts each next byte of Python's documentation."""
+    """Return an LSTM that predicts each next byte of Python's documentation."""
     return Language(_Lstm(), _corpus(source=False, length=LSTM_LENGTH))
 
 
