@@ -29,23 +29,23 @@ from ..triton_kernels import (
     renew,
     server_reduce,
 )
-from ..triton_kernels.codes import keep_nearest
+from ..triton_kernels.compress import OWN
 from ..triton_kernels.headers import Flag, Word
-from ..triton_kernels.nouns import Codes, Compensated, Divisor, Header, Places, Sent, Signs, Stored
+from ..triton_kernels.nouns import Codes, Divisor, Header, Places, Sent, Signs, Stored
 from ..triton_kernels.tables import tables_of
-from .absent import Backup, absence, absent_on_all, packed
+from .absent import absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
-from .feedback import Unit
+from .feedback import FeedbackReducer, OfRank
 from .message import Messages, StepContext
 from .partition import Section
-from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
-from .squares import NOWHERE, Looks, Rows, SharedSquares
+from .squares import NOWHERE, Looks, Rows, SharedSquares, Unit
 from .transport import LocalTransport, Transport
+from .verdict import Verdict, programs_of
 
 
-class CompressedAllReduce(Receiver):
+class CompressedAllReduce(FeedbackReducer):
     """Averages flat tensors over all ranks at one bit per element (or two), carrying the errors along.
 
     Stand-alone use, on any tensors that keep their sizes from call to call::
@@ -81,8 +81,8 @@ class CompressedAllReduce(Receiver):
         gathered: W messages; their bits are the result's signs, kept until the next call has read
             them. They then receive the alltoall before they receive the allgather.
         arrived_words: int32 [W, 8], the headers that the workers sent last.
-        hold: int32 [1], flags for which the present step changes nothing.
-        found: int32 [1], ``Flag`` bits that ``compress`` sets.
+        own: The blocks which this rank serves.
+        squares: Those of this rank's own gradients, and of all ranks'; None: nobody wants them.
     """
 
     worker: ErrorFeedback
@@ -119,38 +119,31 @@ class CompressedAllReduce(Receiver):
             raise ValueError(f"scale_norm must be one of {sorted(SCALE_NORMS)}, got {scale_norm!r}")
         self.device = device = torch.device(device)
         self._launch_tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
-        norm, rank, blocks = SCALE_NORMS[scale_norm], self.transport.rank, layout.blocks_per_chunk
+        norm, rank, world_size = SCALE_NORMS[scale_norm], self.transport.rank, layout.world_size
         slot, slots = layout.scale_slots(scale_scope)
         slots = slots if gathered is None else gathered.slots
-        self._own = slice(rank * blocks, (rank + 1) * blocks)
+        self.own = slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk)
         self.scale = torch.zeros(layout.n_blocks, device=device) if scale is None else scale
+        self.gathered = gathered or Messages(world_size, slots, layout, device, ternary)
+        self.to_servers = self.served = self.gathered
         compensated = torch.zeros(layout.numel, device=device) if compensated is None else compensated
-        if residual is None:
-            residual = compensated.new_zeros(layout.chunk_numel if self.serves else 0)
-        self.worker_residual, self.server_residual = compensated, residual
-        self.worker_sq, self.exponents = worker_sq, exponents
-        self.squares = None if worker_sq is None else SharedSquares(layout, rank, device)
-        of_state: Sequence[Tensor | None] = (None,) * 3 if exponents is None else exponents.unbind(0)
-        _, self._of_v, self._of_squares = of_state
         segments = layout.scale_segments(scale_scope)
         self.worker = ErrorFeedback(compensated, segments, norm, ternary, measures[0], exponents)
-        self.gathered = gathered or Messages(layout.world_size, slots, layout, device, ternary)
         if self.serves:
+            residual = compensated.new_zeros(layout.chunk_numel) if residual is None else residual
             if server_exponents is None and exponents is not None:
                 server_exponents = exponents.new_zeros(1, layout.blocks_per_chunk)
-            self.server_exponents = server_exponents
-            self.server = ErrorFeedback(residual, slot[self._own], norm, ternary, measures[1], server_exponents)
-            self.to_servers = Messages(layout.world_size, slots, layout, device, ternary)
+            self.server = ErrorFeedback(residual, slot[self.own], norm, ternary, measures[1], server_exponents)
+            self.to_servers = Messages(world_size, slots, layout, device, ternary)
             self.served = served or Messages(1, slots, layout, device, ternary)
-        else:
-            self.to_servers = self.served = self.gathered
+            digest = torch.zeros(1, dtype=torch.int64, device=device) if digest is None else digest
         for sent in (self.to_servers, self.served):
             sent.words[:, Word.SENDER] = rank
-        self._agreed, self._no_flags, self._found = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
-        self.hold, self.found = self._no_flags, self._found
-        if self.serves:
-            self.digest = torch.zeros(1, dtype=torch.int64, device=device) if digest is None else digest
-        self.make_room(1)
+        self.squares = None
+        if worker_sq is not None:
+            squares = Stored.row(worker_sq, exponents, OWN)
+            self.squares = SharedSquares(layout, rank, device, squares)
+        self.verdict = Verdict(device, digest, programs_of(layout))
         self.arrived_words = torch.zeros_like(self.gathered.words) if self.serves else self.gathered.words
         self._missing: tuple[int, ...] = ()
         self._drawn: Tensor | None = None  # of the present step
@@ -159,16 +152,11 @@ class CompressedAllReduce(Receiver):
         # On the device: a captured CUDA graph must count its replays.
         self.synchronisations = torch.zeros((), dtype=torch.int32, device=device)
 
-    def share(self, found: Tensor) -> None:
-        """Keep what a step has found in ``found`` int32 [1], beside which other parts have theirs."""
-        self.flags = self._received = found
-
     def set_live(self, live: LiveTable) -> None:
         self.live, self.places = live, Places.of(self.layout, self._launch_tables.tensor, live)
-        self._served_places = self.places.at(self._own)
         self.worker.set_live(self.places, live.numel)
         for server in self.sides[1:]:
-            server.set_live(self._served_places, live.numel[self._own])
+            server.set_live(self.places.at(self.own), live.numel[self.own])
 
     def __call__(self, tensors: Sequence[Tensor], coef: Tensor | None = None, **context: Any) -> None:
         """Average tensors.
@@ -185,39 +173,38 @@ class CompressedAllReduce(Receiver):
         self.synchronise(lambda part: part.compress(tensors, table), StepContext(**context))
 
     def compress(
-        self,
-        tensors: Sequence[Tensor],
-        coef: Tensor,
-        exp_avg_sq: Tensor | None = None,
-        eps_inside_sqrt: bool = False,
-        looks: Looks = NOWHERE,
+        self, tensors: Sequence[Tensor], coef: Tensor, exp_avg_sq: Divisor | None = None, looks: Looks = NOWHERE
     ) -> None:
         """Write the signs of beta1*m + (1 - beta1)*g + e to the messages: the op ``momentum_compress``.
 
         Args:
             tensors: g, whole tensors.
             coef: float32 [tensors, columns of ``Coef``].
-            exp_avg_sq: Where the momentum is preconditioned: v of the whole index space, float32 [P]; else None.
-            eps_inside_sqrt: Of its denominator.
+            exp_avg_sq: Where the momentum is preconditioned: v of the whole index space; else None.
             looks: What besides it does with gradients.
         """
-        grads = self.part.gradients(tensors)
+        grads, squares = self.part.gradients(tensors), self.squares
         momentum_compress(
             grads,
             self.places,
-            Compensated(self.worker.compensated, self.worker.scale, self.exponents, self._drawn),
+            self.worker.read_by(self._drawn),
             Signs(self.gathered.bits, self.scale),
             coef,
-            None if exp_avg_sq is None else Divisor(exp_avg_sq[self.part.elements], self._of_v, eps_inside_sqrt),
+            self.part.divisor(exp_avg_sq),
             self.to_servers.bits,
             self.worker.partials,
-            self.found,
-            self.hold,
-            self.worker_sq,
+            self.verdict.found,
+            self.verdict.hold,
+            None if squares is None else squares.stored.numbers,
         )
-        if looks.tells and self.squares is not None and self.worker_sq is not None:
-            squares = Stored(self.worker_sq, self._of_squares)
-            self.squares.tell(grads, squares, looks, self.part.blocks.start, self.places)
+        if looks.tells and squares is not None:
+            squares.tell(grads, looks, self.part.blocks.start, self.places)
+
+    @property
+    def of_rank(self) -> OfRank:
+        """Return what is this rank's own."""
+        server = self.server.stored if self.serves else Stored(self.scale[:0])
+        return OfRank(self.worker.stored, server, None if self.squares is None else self.squares.stored)
 
     @property
     def means(self) -> Rows:
@@ -225,61 +212,28 @@ class CompressedAllReduce(Receiver):
         assert self.squares is not None
         return self.squares.means
 
-    def keep_squares(self, squares: Tensor) -> None:
-        """Keep ``squares``, float32 [P], in ``worker_sq``."""
-        assert self.worker_sq is not None
-        keep_nearest(squares, self.worker_sq, self._of_squares, signed=False)
-
     def share_part(self) -> None:
         """Exchange squares with all ranks, which makes ``means``."""
         assert self.squares is not None
         self.squares.exchange(self.transport)
         self.heard(self.means.buffer)
 
-    def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
+    def renew_part(self, unit: Unit, v: Divisor, writes: bool = True) -> None:
         """Renew this part, as ``OnePart`` says."""
-        v, means = v[self.part.elements], self.means.codes
+        here, means, ternary = self.part.divisor(v), self.means.codes, self.gathered.bits.dim() == 3
+        assert here is not None
         if unit.divides:
             for server in self.sides[1:]:  # it keeps no momentum
-                rank = self.transport.rank
-                chunk, own = v.view(self.layout.world_size, -1)[rank], Codes(*(each[rank:][:1] for each in means))
-                self._renew(self._own, unit, chunk, own, server, None, False)
-            self._renew(None, unit, v, means, self.worker, Signs(self.gathered.bits, self.scale), writes)
+                rank, blocks = self.transport.rank, self.own
+                chunk = Divisor(here.numbers.view(self.layout.world_size, -1)[rank], *here[1:])
+                chunk = chunk._replace(exponents=None if here.exponents is None else here.exponents[blocks])
+                own = Codes(*(each[rank:][:1] for each in means))
+                server.renew(self.places.at(blocks), None, ternary, unit, chunk, own, False)
+            self.worker.renew(self.places, Signs(self.gathered.bits, self.scale), ternary, unit, here, means, writes)
         elif writes:
-            self._renew(None, unit, v, means, None, None, writes)
+            renew(self.places, *(None,) * 4, ternary, unit.coef, here, means, unit.factors, writes)
         if self.squares is not None:
             self.squares.forget()
-
-    def _renew(
-        self,
-        blocks: slice | None,
-        unit: Unit,
-        v: Tensor,
-        means: Codes,
-        side: ErrorFeedback | None,
-        exp_avg: Signs | None,
-        writes: bool,
-    ) -> None:
-        """Renew v of these blocks, or of all, and the unit of what a ``side`` keeps; others as for the op ``renew``."""
-        c, s, settled = (
-            (None, None, None)
-            if side is None
-            else (Stored.row(side.compensated, side.exponents, 0), side.scale, side.settled)
-        )
-        of_v = None if self._of_v is None else self._of_v[blocks or slice(None)]
-        renew(
-            self.places if blocks is None else self.places.at(blocks),
-            c,
-            s,
-            settled,
-            exp_avg,
-            self.gathered.bits.dim() == 3,
-            unit.coef,
-            Divisor(v, of_v, unit.eps_inside_sqrt),
-            means,
-            unit.factors,
-            writes,
-        )
 
     def exchange(self, compress: Compress, context: StepContext) -> None:
         """Do all of ``synchronise`` but ``receive``."""
@@ -296,35 +250,40 @@ class CompressedAllReduce(Receiver):
 
     def write(self, compress: Compress, context: StepContext) -> None:
         self._keep(tuple(context.missing))
-        self.hold = self._no_flags if context.hold is None else context.hold
-        self.found = self._found if context.pending is None else context.pending
+        self.verdict.begin(context)
         self._drawn = context.drawn
         compress(self)
         if context.unite is not None:
-            context.unite(self.found)
+            context.unite(self.verdict.found)
         self._finish(context)
 
     def serve(self, context: StepContext) -> None:
+        verdict, server = self.verdict, self.server
         # A header damaged on its way here is seen here only: pass on what was seen.
-        header = self._header(context, 0, self._agreed, counts=False)
+        header = self._header(context, 0, verdict.agreed, counts=False)
         words = self.to_servers.words[self.transport.rank]
         server_reduce(
-            Sent(self.gathered.bits, self.gathered.scales, self.gathered.words, words, self.server.segment),
-            self._served_places,
-            Compensated(self.server.compensated, self.server.scale, self.server.exponents, context.drawn),
+            Sent(self.gathered.bits, self.gathered.scales, self.gathered.words, words, server.segment),
+            server.places,
+            server.read_by(context.drawn),
             self.served.bits,
-            self.server.partials,
-            self.hold,
-            self._agreed,
+            server.partials,
+            verdict.hold,
+            verdict.agreed,
             self.arrived_words,
-            *(() if self.server.measures else (self.served.words, header)),
+            *(() if server.measures else (self.served.words, header)),
         )
-        self.flags = self._agreed
-        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), self.flags) if self.backups else None
-        if self.absent is not None:
-            self.served.absent.copy_(packed(self.absent))
-        if self.server.measures:
-            self.server.finish(self.served, header, self.digest, self.hold)
+        verdict.flags, verdict.absent = verdict.agreed, None
+        if self.backups:
+            verdict.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), verdict.agreed)
+            self.served.absent.copy_(packed(verdict.absent))
+        if server.measures:
+            server.finish(self.served, header, verdict)
+
+    def receive(self, context: StepContext) -> None:
+        sides, limit = (self.worker, self.server), self._limit(context)
+        self.verdict.receive(self.gathered, self.served, sides, self.transport.rank, self.scale, context, limit)
+        self._end(context)
 
     def _keep(self, missing: tuple[int, ...]) -> None:
         """Keep what a step is about to change of tensors of which this rank has no gradient."""
@@ -336,22 +295,17 @@ class CompressedAllReduce(Receiver):
         self.backups = []
         if not missing:
             return
-        worker, rows = self.worker, absence(self.layout, missing, self.device).rows
-        tables = [worker.scale, worker.settled, worker.partials, self.scale]
-        tables += [] if self.exponents is None else [self.exponents]
-        elements = [worker.compensated, *(() if self.worker_sq is None else (self.worker_sq,))]
-        self.backups = [Backup(rows, self.places.block_tensor, elements, bits=[self.gathered.bits], tables=tables)]
+        rows = absence(self.layout, missing, self.device).rows
+        squares = () if self.squares is None else (self.squares.stored.numbers,)
+        self.backups = [self.worker.backup(rows, squares, bits=[self.gathered.bits], tables=[self.scale])]
         for server in self.sides[1:]:
-            rows = absence(self.layout, missing, self.device, self._own).rows
-            own = [server.compensated] if server.compensated.numel() else []  # a majority's servers keep nothing
-            tables = [server.scale, server.settled, server.partials]
-            tables += [] if server.exponents is None else [server.exponents]
-            self.backups.append(Backup(rows, self._served_places.block_tensor, own, tables=tables))
+            self.backups.append(server.backup(absence(self.layout, missing, self.device, self.own).rows))
 
     def _finish(self, context: StepContext) -> None:
         """Write the scales of what was compressed, whether it was finite, and the headers to the messages."""
-        header = self._header(context, int(Flag.ABORT) * context.abort, self.found, counts=context.number is None)
-        self.worker.finish(self.to_servers, header, self.digest, self.hold, context.renewal)
+        found = self.verdict.found
+        header = self._header(context, int(Flag.ABORT) * context.abort, found, counts=context.number is None)
+        self.worker.finish(self.to_servers, header, self.verdict, context.renewal)
 
     def _header(self, context: StepContext, flags: int, pending: Tensor, counts: bool) -> Header:
         """Return what goes into the headers of this step's messages."""
@@ -367,7 +321,7 @@ class CompressedAllReduce(Receiver):
         goes = (~tensors)[self.places.block_tensor] | (self.flags != 0)
         self.scale *= goes
         last = self.sides[-1].scale
-        last *= goes[self._own]
+        last *= goes[self.own]
 
     def take_residuals(self, out: Tensor) -> None:
         self.settle()
@@ -401,7 +355,7 @@ class CompressedAllReduce(Receiver):
     @property
     def scratch(self) -> tuple[Tensor, ...]:
         """Return what no later step reads, besides messages."""
-        return *(tensor for side in self.sides for tensor in side.scratch), self._squares
+        return *(tensor for side in self.sides for tensor in side.scratch), self.verdict.squares
 
     def plain_coefficients(self) -> Tensor:
         """Return those with which ``compress`` takes tensors as they are: beta1 = 0, c = tensor + residual."""

@@ -38,17 +38,17 @@ class AloneAllReduce(CompressedAllReduce):
         self._end(context)
 
     def _finish(self, context: StepContext) -> None:
-        # No other rank has a gradient of what this one misses.
-        self.absent = (
-            absent_on_all(self.gathered.absent, len(self.layout.sizes), self._no_flags) if self.backups else None
-        )
-        header = self._header(context, int(Flag.ABORT) * context.abort, self.found, counts=context.number is None)
+        verdict = self.verdict
+        verdict.absent = None
+        if self.backups:  # no other rank has a gradient of what this one misses
+            verdict.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), verdict.none)
+        header = self._header(context, int(Flag.ABORT) * context.abort, verdict.found, counts=context.number is None)
         limit, table = self._limit(context), context.renewal
         if limit is not None:
             assert limit.coef is not None
             table, limit = table or Coefficients.of(limit.coef), limit._replace(coef=None)
-        words, hold = self.gathered.words[0], self.hold
-        self.worker.finish_alone(self.scale, words, header, hold, self._received, limit, table)
+        words = self.gathered.words[0]
+        self.worker.finish_alone(self.scale, words, header, verdict.hold, verdict.of_all, limit, table)
 
 
 def make_all_reduce(

@@ -8,25 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..triton_kernels import finish, finish_alone, rules, settle
+from ..triton_kernels import finish, finish_alone, renew, rules, settle
 from ..triton_kernels.codes import in_float32
 from ..triton_kernels.finish import Segments
-from ..triton_kernels.nouns import Coefficients, Compensated, Header, Places, Side, Stored
+from ..triton_kernels.nouns import Codes, Coefficients, Compensated, Divisor, Header, Places, Signs, Stored
+from .absent import Backup
 from .message import Messages
-
-
-class Scaled:
-    """Has scales of blocks, as workers or servers keep them; attributes as of ``ErrorFeedback``."""
-
-    segment: Tensor
-    measured: Tensor
-    scale: Tensor
-    settled: Tensor
-
-    @property
-    def scales(self) -> Side:
-        """Return them as ops take them."""
-        return Side(self.segment, self.measured, self.scale, self.settled)
+from .squares import Unit
+from .verdict import Scaled, Verdict
 
 
 class SideOfParts(Scaled):
@@ -72,6 +61,7 @@ class ErrorFeedback(Scaled):
         settled: float32 [blocks], the s with which ``settle`` has formed e since the last step; else 0.
         segment: int32 [blocks], as given.
         partials: float64 [2, blocks], or [3, blocks] where ternary, for the op that compresses.
+        places: Where its elements lie, and which of them count.
     """
 
     def __init__(
@@ -94,17 +84,39 @@ class ErrorFeedback(Scaled):
 
     def set_live(self, places: Places, numel: Tensor) -> None:
         """Say which elements of this side count, and how many of each block, int32 [blocks]."""
-        self._places, self._numel = places, numel
+        self.places, self._numel = places, numel
         if len(self._work.live):
             self._work.live.zero_().index_add_(0, self.segment, numel.double())
 
-    def finish(
-        self, to: Messages, header: Header, digest: Tensor | None, hold: Tensor, renewal: Coefficients | None = None
+    @property
+    def stored(self) -> Stored:
+        """Return c."""
+        return Stored.row(self.compensated, self.exponents, 0)
+
+    def read_by(self, drawn: Tensor | None) -> Compensated:
+        """Return c as ops take it that read and write it; ``drawn`` as of ``Compensated``."""
+        return Compensated(self.compensated, self.scale, self.exponents, drawn)
+
+    def backup(
+        self, rows: Tensor, elements: Sequence[Tensor] = (), bits: Sequence[Tensor] = (), tables: Sequence[Tensor] = ()
+    ) -> Backup:
+        """Keep these rows, int64 [n], of all that a step changes here, and of what else ``Backup`` names."""
+        own = [self.compensated] if self.compensated.numel() else []  # a majority's servers keep nothing
+        own_tables = [self.scale, self.settled, self.partials, *([] if self.exponents is None else [self.exponents])]
+        return Backup(rows, self.places.block_tensor, [*own, *elements], bits=bits, tables=[*own_tables, *tables])
+
+    def renew(
+        self, places: Places, exp_avg: Signs | None, ternary: bool, unit: Unit, v: Divisor, means: Codes, writes: bool
     ) -> None:
+        """Renew v, if this ``writes``, and bring c, and the momentum, to its unit; see the op ``renew``."""
+        own = self.stored, self.scale, self.settled
+        renew(places, *own, exp_avg, ternary, unit.coef, v, means, unit.factors, writes)
+
+    def finish(self, to: Messages, header: Header, verdict: Verdict, renewal: Coefficients | None = None) -> None:
         """Make ``measured`` from ``partials``, and write that and the header into messages; see the op ``finish``."""
-        assert digest is not None
-        work, norm = self._work, self.norm
-        finish(self.partials, work, norm, self.segment, to.scales, to.words, header, digest, hold, renewal)
+        assert verdict.digest is not None
+        work, norm, digest = self._work, self.norm, verdict.digest
+        finish(self.partials, work, norm, self.segment, to.scales, to.words, header, digest, verdict.hold, renewal)
 
     def finish_alone(self, scale: Tensor, *more: Any) -> None:
         """Make ``scale`` float32 [blocks], this one's and the result's, from ``partials``, and a header.
@@ -122,11 +134,11 @@ class ErrorFeedback(Scaled):
         if not self.compensated.numel():  # nothing is kept
             return
         self.settled += self.scale
-        settle(Compensated(self.compensated, self.scale, self.exponents), self._ternary, self._places)
+        settle(Compensated(self.compensated, self.scale, self.exponents), self._ternary, self.places)
 
     def values(self) -> Tensor:
         """Return c, float32 [n]; after ``settle`` e. Where it is kept in float32, that memory."""
-        return in_float32(*Stored.row(self.compensated, self.exponents, 0))
+        return in_float32(*self.stored)
 
     def forget(self) -> None:
         """Drop the residual, settled before, which ``take_residuals`` has taken."""

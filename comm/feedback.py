@@ -13,7 +13,7 @@ from torch import Tensor
 from ..triton_kernels import SCALE_NORMS, FlatLayout, LiveTable
 from ..triton_kernels.headers import CHECKED, Word, folded, unfolded
 from ..triton_kernels.limit import judged, squares_by_block
-from ..triton_kernels.nouns import Limit, Places
+from ..triton_kernels.nouns import Divisor, Limit, Places, Stored
 from ..triton_kernels.tables import BlockTables
 from .absent import Backup
 from .error_feedback import ErrorFeedback
@@ -21,20 +21,20 @@ from .message import Messages, StepContext, describe_mismatch
 from .partition import Section
 from .reducer import Compress, Reducer
 from .shards import ShardGroup
-from .squares import Rows, SharedSquares, by_tensor
+from .squares import Rows, SharedSquares, Unit, by_tensor
 from .transport import Transport
+from .verdict import Scaled, Verdict
 
 
-class Unit(NamedTuple):
-    """Denominators of coordinates before and after a renewal of their variance."""
+class OfRank(NamedTuple):
+    """All that is one rank's own, of what is here."""
 
-    coef: Tensor
-    """float32 [tensors, columns of ``Coef``]."""
-    eps_inside_sqrt: bool
-    factors: Tensor
-    """float32 [3, tensors], as ``renew_levels`` writes it."""
-    divides: bool
-    """Whether what is compressed is divided by the variance's root: else only that is renewed."""
+    worker: Stored
+    """c, after ``settle`` the residual e, [P]."""
+    server: Stored
+    """The same of the chunks which it serves; empty where it is no server."""
+    squares: Stored | None
+    """The EMA of the squares of its own gradients, [P]; None: nobody wants it."""
 
 
 class OnePart(Protocol):
@@ -47,7 +47,8 @@ class OnePart(Protocol):
     served: Messages
     arrived_words: Tensor
     backups: list[Backup]
-    worker_sq: Tensor | None
+    squares: SharedSquares | None
+    verdict: Verdict
 
     @property
     def sides(self) -> tuple[ErrorFeedback, ...]:
@@ -64,8 +65,6 @@ class OnePart(Protocol):
     def squares_of_result(self) -> Tensor:
         """Return the square of the result's norm by block: float64 [B]."""
 
-    squares: SharedSquares | None
-
     @property
     def means(self) -> Rows:
         """Return the mean of what all ranks have sent of their squares."""
@@ -73,10 +72,7 @@ class OnePart(Protocol):
     def share_part(self) -> None:
         """Make ``means``."""
 
-    def keep_squares(self, squares: Tensor) -> None:
-        """Keep ``squares``, float32 [P], in ``worker_sq``."""
-
-    def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
+    def renew_part(self, unit: Unit, v: Divisor, writes: bool = True) -> None:
         """Renew this part, as ``FeedbackReducer.renew``; v of the whole index space is written if ``writes``."""
 
 
@@ -87,12 +83,7 @@ class FeedbackReducer(Reducer):
         gathered: Messages whose bits are the result's signs.
         places: Where tensors lie, and what of them counts.
         shards: The ranks that hold other shards of the same tensors.
-        worker_residual: This rank's c, after ``settle`` its residual e, of what is here: float32, bfloat16 or codes.
-        server_residual: That of the chunks which it serves, of the same dtype.
-        exponents: Of codes of ``worker_residual``, of v and of ``worker_sq``, uint8 [3, B]; None: there are no codes.
-        server_exponents: Of those of ``server_residual``, uint8 [its blocks].
         backups: What ``restore`` puts back.
-        worker_sq: The EMA of the squares of this rank's own gradients, of what is here: float32; None: nobody wants it.
         sums: What ``share_squares`` has found, equal on all ranks: ``renew_levels``' first two arguments.
         serves: Whether this rank is a server besides, with residuals of its own.
     """
@@ -100,13 +91,8 @@ class FeedbackReducer(Reducer):
     gathered: Messages
     places: Places
     shards: ShardGroup
-    worker_residual: Tensor
-    server_residual: Tensor
     backups: list[Backup]
     layout: FlatLayout
-    worker_sq: Tensor | None
-    exponents: Tensor | None
-    server_exponents: Tensor | None = None
     sums: tuple[Tensor, Tensor]
     serves: bool = True
     _launch_tables: BlockTables
@@ -117,13 +103,24 @@ class FeedbackReducer(Reducer):
         """Return the all-reduce of each part that is here."""
 
     @property
+    @abstractmethod
+    def sides(self) -> Sequence[Scaled]:
+        """Return the worker, and the server where there is one; what the last compresses is the result."""
+
+    @property
+    @abstractmethod
+    def of_rank(self) -> OfRank:
+        """Return what is this rank's own."""
+
+    @property
     def bits(self) -> Tensor:
         return self.gathered.bits
 
     @property
     def digests(self) -> list[int]:
         """Return the checksums of the last messages that the next ones carry, by part; waits for the device."""
-        return [0] * len(self.parts) if self.digest is None else folded(self.digest).tolist()
+        digest = self.verdict.digest
+        return [0] * len(self.parts) if digest is None else folded(digest).tolist()
 
     def synchronise(self, compress: Compress, context: StepContext) -> None:
         """Compress, exchange, and leave the result in ``bits`` and ``scale``; lines as in 1-bit LAMB's Algorithm 1."""
@@ -180,12 +177,13 @@ class FeedbackReducer(Reducer):
                 side.norm = SCALE_NORMS[name]
 
     def follow(self, squares: Tensor) -> None:
-        """Go on from ``squares`` float32 [P], equal on all ranks, in ``worker_sq``."""
+        """Follow the squares of this rank's gradients from ``squares`` on, float32 [P], equal on all ranks."""
         for part in self.parts:
-            part.keep_squares(squares[part.part.elements])
+            assert part.squares is not None
+            part.squares.follow(squares[part.part.elements])
 
     def share_squares(self) -> None:
-        """Average over the ranks ``worker_sq`` and the projections of gradients that ``compress`` was asked to make.
+        """Average over the ranks their squares and the projections of gradients that ``compress`` was asked to make.
 
         Raises:
             CollectiveError: if a collective fails.
@@ -200,8 +198,8 @@ class FeedbackReducer(Reducer):
         sums = [part.means.sums for part in self.parts]
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def renew(self, unit: Unit, v: Tensor) -> None:
-        """Write the next v, float32 or bfloat16 [P], and bring momentum and residuals to its unit.
+    def renew(self, unit: Unit, v: Divisor) -> None:
+        """Write the next v, [P], and bring momentum and residuals to its unit.
 
         The momentum becomes part of the workers' residuals: the result is zero until the next step.
         """
@@ -211,8 +209,9 @@ class FeedbackReducer(Reducer):
 
     def resume(self, digests: Sequence[int]) -> None:
         """Take up a checkpoint's ``digests``; residuals, bits and ``scale`` are filled apart."""
-        if self.digest is not None:
-            self.digest.copy_(torch.tensor([unfolded(n) for n in digests[: len(self.digest)]]))
+        digest = self.verdict.digest
+        if digest is not None:
+            digest.copy_(torch.tensor([unfolded(n) for n in digests[: len(digest)]]))
 
     def serve_again(self) -> None:
         """Put the loaded result into this rank's messages, from which a step that is held back gathers it."""
@@ -261,24 +260,40 @@ class FeedbackReducer(Reducer):
             squares[1, part.part.blocks] = part.squares_of_result()
         return squares
 
+    def _end(self, context: StepContext) -> None:
+        """Take note of what the last launch of a synchronisation has found."""
+        self.verdict.flags, self.verdict.hold = self.verdict.of_all, self.verdict.none
+        if self.shards.count > 1:
+            self._skip_with_shards(context)
+            self._refuse_beyond(context.limit)
+
+    def refuse(self, flags: Tensor) -> None:
+        known = self.verdict.flags
+        still = ((known != 0) | (flags == 0)).float()
+        known |= flags
+        for scale in (self.scale, self.sides[-1].scale):
+            scale *= still
+
     def _skip_with_shards(self, context: StepContext) -> None:
         """Skip the step just made where any shard skips it; leave out what all leave out."""
         if self.shards.count > 1:
             tag = (context.tag ^ (0 if context.number is None else context.number)) & 0x7FFFFFFF
-            flags, self.absent = self.shards.unite(self.flags, tag, self.absent, len(self.layout.sizes))
+            verdict = self.verdict
+            united = self.shards.unite(verdict.flags, tag, verdict.absent, len(self.layout.sizes))
+            flags, verdict.absent = united
             self.refuse(flags)
 
     def _limit(self, context: StepContext) -> Limit | None:
         """Return what a launch judges by; what lies in several shards is judged when all are known."""
         if context.limit is None or self.shards.count > 1:
             return None
-        return context.limit.without(self.absent)
+        return context.limit.without(self.verdict.absent)
 
     def _refuse_beyond(self, limit: Limit | None) -> None:
         """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""
         if limit is None:
             return
-        squares = squares_by_block(self.scale, limit.without(self.absent))
+        squares = squares_by_block(self.scale, limit.without(self.verdict.absent))
         self.refuse(judged(self.shards.sum(squares.sum()).sqrt(), limit).reshape(1))
 
     def describe(self) -> str:
@@ -300,7 +315,8 @@ class FeedbackReducer(Reducer):
         return nbytes
 
     def state(self) -> list[Tensor]:
-        held = [self, *self.parts, *(side for part in self.parts for side in part.sides)]
+        verdicts = [self.verdict, *(part.verdict for part in self.parts)]
+        held: list[object] = [self, *self.parts, *verdicts, *(side for part in self.parts for side in part.sides)]
         scratch = {id(each) for part in self.parts for each in part.scratch}
         tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor) and id(v) not in scratch]
         tables = [table for part in self.parts for side in part.sides for table in side.tables]

@@ -26,21 +26,23 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, close_parts, live_table, renew
+from ..triton_kernels.compress import OWN
 from ..triton_kernels.headers import CHECKED, Word, union
-from ..triton_kernels.nouns import Divisor, Places
-from ..triton_kernels.parts import programs_of
+from ..triton_kernels.nouns import Divisor, Places, Stored
+from ..triton_kernels.parts import programs_of as programs_to_close
 from ..triton_kernels.tables import tables_of
 from .absent import Backup, absence, absent_on_all
 from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
 from .error_feedback import SideOfParts
-from .feedback import FeedbackReducer, Unit
+from .feedback import FeedbackReducer, OfRank
 from .message import Messages, StepContext
 from .partition import NodeSection, Section
-from .receiver import Receiver
 from .reducer import Compress
 from .shards import ShardGroup
+from .squares import Unit
 from .transport import LocalTransport, Transport
+from .verdict import Scaled, Verdict, programs_of
 
 
 class PartedAllReduce(FeedbackReducer):
@@ -76,7 +78,6 @@ class PartedAllReduce(FeedbackReducer):
         exponents: Tensor | None = None,
     ) -> None:
         self.layout, self.device, self.count = layout, device, count
-        self.worker_sq, self.exponents = worker_sq, exponents
         self.serves = serve_alone or transport.world_size > 1
         self.shards = shards or ShardGroup()
         slots = [Section(layout, i, count).layout.scale_slots(scale_scope) for i in range(count)]
@@ -85,14 +86,17 @@ class PartedAllReduce(FeedbackReducer):
         self.gathered = Messages(layout.world_size, most, layout, device, ternary)
         self._launch_tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
         self.scale = torch.zeros(layout.n_blocks, device=device)
-        self.server_residual = compensated.new_zeros(len(here), layout.chunk_numel if self.serves else 0)
-        if self.serves and exponents is not None:
-            self.server_exponents = exponents.new_zeros(len(here), layout.blocks_per_chunk)
-        self.worker_residual = compensated
-        self.flags = torch.zeros(1, dtype=torch.int32, device=device)
+        served = compensated.new_zeros(len(here), layout.chunk_numel if self.serves else 0)
+        exponents_served, digest = None, None
         if self.serves:
             self.served = Messages(len(here), most, layout, device, ternary)
-            self.digest = torch.zeros(len(here), dtype=torch.int64, device=device)
+            digest = torch.zeros(len(here), dtype=torch.int64, device=device)
+            if exponents is not None:
+                exponents_served = exponents.new_zeros(len(here), layout.blocks_per_chunk)
+        self.verdict = Verdict(device, digest, programs_of(layout))
+        squares = None if worker_sq is None else Stored.row(worker_sq, exponents, OWN)
+        of_served = None if exponents_served is None else exponents_served.view(-1)
+        self._of_rank = OfRank(Stored.row(compensated, exponents, 0), Stored(served, of_served), squares)
         self._parts = [
             make_all_reduce(
                 part.layout,
@@ -103,7 +107,7 @@ class PartedAllReduce(FeedbackReducer):
                 scale_scope=scale_scope,
                 compensated=compensated[part.elements],
                 exponents=None if exponents is None else exponents[:, part.blocks],
-                server_exponents=None if self.server_exponents is None else self.server_exponents[i : i + 1],
+                server_exponents=None if exponents_served is None else exponents_served[i : i + 1],
                 ternary=ternary,
                 part=part,
                 worker_sq=None if worker_sq is None else worker_sq.view(len(here), -1)[i],
@@ -114,9 +118,9 @@ class PartedAllReduce(FeedbackReducer):
                 scale=self.scale[part.blocks],
                 residual=residual,
                 served=self.served.rows(slice(i, i + 1), part.layout) if self.serves else None,
-                digest=None if self.digest is None else self.digest[i : i + 1],
+                digest=None if digest is None else digest[i : i + 1],
             )
-            for i, (part, residual) in enumerate(zip(here, self.server_residual, strict=True))
+            for i, (part, residual) in enumerate(zip(here, served, strict=True))
         ]
         self.backups = []
         self.set_live(live_table(layout).to(device) if live is None else live)
@@ -130,8 +134,13 @@ class PartedAllReduce(FeedbackReducer):
     def parts(self) -> list[CompressedAllReduce]:
         return self._parts
 
+    @property
+    def of_rank(self) -> OfRank:
+        """Return what is this rank's own, of all parts that are here."""
+        return self._of_rank
 
-class BucketedAllReduce(PartedAllReduce, Receiver):
+
+class BucketedAllReduce(PartedAllReduce):
     """A reducer of equal ranges ("buckets"), each of which can be sent before the others are there.
 
     Args:
@@ -151,8 +160,6 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
         self.transport: Transport = transport if transport is not None else LocalTransport()
         super().__init__(layout, count, [Section(layout, i, count) for i in range(count)], self.transport, **options)
         self.under_way: set[int] = set()
-        self._no_flags = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.make_room(count)
         self.worker = SideOfParts([part.worker for part in self.parts])
         if self.serves:
             self.server = SideOfParts([part.server for part in self.parts])
@@ -163,7 +170,7 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
             return
         self._part_flags = torch.zeros(count, dtype=torch.int32, device=self.device)
         for part, found in zip(self.parts, self._part_flags.split(1), strict=True):
-            part.share(found)
+            part.verdict.share(found)
 
     def start(self, bucket: int, compress: Compress, context: StepContext) -> None:
         """Average one bucket; ``synchronise`` averages the others. All ranks start buckets in the same order."""
@@ -216,15 +223,16 @@ class BucketedAllReduce(PartedAllReduce, Receiver):
 
         One rank alone without a server has no messages: it combines the buckets' flags and checks the guard's limit.
         """
-        absent = [part.absent for part in self.parts if part.absent is not None]
-        self.absent = torch.stack(absent).any(0) if absent else None
-        self.hold = self._no_flags if context.hold is None else context.hold
-        if self.serves:
-            super().receive(context)
-            return
+        verdict, absent = self.verdict, [part.verdict.absent for part in self.parts if part.verdict.absent is not None]
+        verdict.absent = torch.stack(absent).any(0) if absent else None
+        verdict.begin(context)
         limit = self._limit(context)
-        squares = None if limit is None else self._squares[: programs_of(self.scale)]
-        close_parts(self._part_flags, self.scale, self.worker.scale, self._received, self._ticket, limit, squares)
+        if self.serves:
+            sides = self.worker, self.server
+            verdict.receive(self.gathered, self.served, sides, self.transport.rank, self.scale, context, limit)
+        else:
+            squares = None if limit is None else verdict.squares[: programs_to_close(self.scale)]
+            close_parts(self._part_flags, self.scale, self.worker.scale, verdict.of_all, verdict.ticket, limit, squares)
         self._end(context)
 
     @property
@@ -285,10 +293,10 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.between, self.inside = between, inside
         self._part = NodeSection(layout, inside, dtype, options["device"])
         super().__init__(layout, inside.world_size, [self._part], between, **options)
-        self._compensated, self._exponents = self.worker_residual, self.exponents
-        self.worker_residual = self._compensated[self._part.elements]  # the node's
-        if self._exponents is not None:
-            self.exponents = self._exponents[:, self._part.blocks]
+        worker = self._compensated = self._of_rank.worker
+        exponents = None if worker.exponents is None else worker.exponents[self._part.blocks]
+        here = Stored(worker.numbers[self._part.elements], exponents)  # the node's
+        self._of_rank = self._of_rank._replace(worker=here)
 
     def write(self, compress: Compress, context: StepContext) -> None:
         self.backups = []
@@ -313,19 +321,20 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.inside.all_gather(self.gathered.buffer.view(self.count, -1), part.gathered.buffer.view(1, -1))
         self.heard(self.gathered.front if context.sums else self.gathered.buffer)
         compared = self._compared_words()
-        flags = union(self.gathered.words[:, Word.FLAGS], compared != compared[:1])
+        flags, verdict = union(self.gathered.words[:, Word.FLAGS], compared != compared[:1]), self.verdict
         part.refuse(flags)
         arrived = torch.gather(self.gathered.scales, 1, self._slot).view(-1)
         kept = torch.where(flags == 0, arrived, 0.0)
         self.scale.copy_(kept if context.hold is None else torch.where(context.hold == 0, kept, before))
-        self.flags = flags
-        self.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), flags) if context.missing else None
+        verdict.flags, verdict.absent = flags, None
+        if context.missing:
+            verdict.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), flags)
         self._refuse_beyond(context.limit)
 
     def refuse(self, flags: Tensor) -> None:
         self.parts[0].refuse(flags)
         self.scale *= ((self.flags != 0) | (flags == 0)).float()
-        self.flags = self.flags | flags
+        self.verdict.flags = self.flags | flags
 
     def _compared_words(self) -> Tensor:
         """Return what all parts' messages must say alike: int32 [ranks, 2], rank by rank."""
@@ -344,8 +353,8 @@ class HierarchicalAllReduce(PartedAllReduce):
         return compared
 
     def begin(self) -> None:
-        self._compensated[: self._part.elements.start].zero_()
-        self._compensated[self._part.elements.stop :].zero_()
+        self._compensated.numbers[: self._part.elements.start].zero_()
+        self._compensated.numbers[self._part.elements.stop :].zero_()
 
     def serve_again(self) -> None:
         part, chunks = self.parts[0], self.between.world_size
@@ -358,10 +367,11 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.parts[0].take_residuals(own)
         self.inside.all_gather(out.view(self.count, -1), own.view(1, -1))
         # A warm-up follows, in which all ranks compare: also those of which the last messages were other parts'.
-        assert self.digest is not None
-        digests = self.digest.new_empty(self.count, 1)
-        self.inside.all_gather(digests, self.digest.view(1, 1))
-        torch.sum(digests, 0, out=self.digest)
+        digest = self.verdict.digest
+        assert digest is not None
+        digests = digest.new_empty(self.count, 1)
+        self.inside.all_gather(digests, digest.view(1, 1))
+        torch.sum(digests, 0, out=digest)
         self.heard(out)
 
     def _gathered_sums(self) -> Tensor:
@@ -372,14 +382,17 @@ class HierarchicalAllReduce(PartedAllReduce):
         self._means = own.like(whole)
         return self._means.sums
 
-    def renew(self, unit: Unit, v: Tensor) -> None:
+    def renew(self, unit: Unit, v: Divisor) -> None:
         if unit.divides:
             self.parts[0].renew_part(unit, v, False)
             self.scale.zero_()
         ternary = self.gathered.bits.dim() == 3
-        divisor = Divisor(v, None if self._exponents is None else self._exponents[1], unit.eps_inside_sqrt)
-        renew(self.places, *(None,) * 4, ternary, unit.coef, divisor, self._means.codes, unit.factors, True)
+        renew(self.places, *(None,) * 4, ternary, unit.coef, v, self._means.codes, unit.factors, True)
         del self._means, self.sums
         for part in self.parts:
             if part.squares is not None:
                 part.squares.forget()
+
+    @property
+    def sides(self) -> Sequence[Scaled]:
+        return self.parts[0].sides

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import LARGEST_GRADIENT, TAIL, FlatLayout, LiveTable, flatten
+from ..triton_kernels.nouns import Divisor
 from ..triton_kernels.tables import tables_of
 from .transport import LocalTransport, Transport
 
@@ -55,9 +56,15 @@ class Section:
             pieces[tensor] = given
         return pieces
 
-    def gradients(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what is compressed here of the gradients."""
-        return self.pieces(tensors)
+    gradients = pieces
+    """What is compressed here of the gradients."""
+
+    def divisor(self, whole: Divisor | None) -> Divisor | None:
+        """Return what of a variance lies here."""
+        if whole is None or self.layout is self.whole:
+            return whole
+        exponents = None if whole.exponents is None else whole.exponents[self.blocks]
+        return whole._replace(numbers=whole.numbers[self.elements], exponents=exponents)
 
     def forget(self) -> None:
         """Forget the last gradients' mean: the next ones are averaged anew."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, LiveTable, unpack
 from .agreement import sum_of_words
 from .message import StepContext
+from .verdict import Verdict
 
 Compress = Callable[..., None]
 """Writes this rank's bits into the messages of its first argument, the reducer of one part.
@@ -37,19 +38,18 @@ class Reducer(Protocol):
     """Which elements count."""
     scale: Tensor
     """The result's magnitude: float32 [B]."""
-    flags: Tensor
-    """int32 [1], the last step's ``Flag`` bits, equal on all ranks; it was skipped where any is set."""
-    absent: Tensor | None = None
-    """Of which tensors no rank had a gradient, bool [tensors]; None where this rank had all: then there are none."""
-    digest: Tensor | None = None
-    """Checksums of what all ranks have received alike, which the next messages carry: int64 [parts]; None where nobody
-    compares them. The last messages' make them anew, ``heard`` adds to them what comes between two.
-
-    With ``StepContext.sums`` they lack the bits, until ``apply_momentum`` adds them."""
+    verdict: Verdict
+    """What ranks have made of the last step. Its digests lack bits with ``StepContext.sums``, until ``apply_momentum``
+    adds them; ``heard`` adds what comes between two steps."""
     error: Exception | None = None
     """An error of this rank, found while gradients were under way; every rank has skipped the step for it."""
     largest_gradient: float = LARGEST_GRADIENT
     """The largest element of this rank's gradients, unscaled, that does not count as infinite."""
+
+    @property
+    def flags(self) -> Tensor:
+        """Return the last step's ``Flag`` bits, int32 [1], equal on all ranks; it was skipped where any is set."""
+        return self.verdict.flags
 
     @property
     def bits(self) -> Tensor:
@@ -71,9 +71,10 @@ class Reducer(Protocol):
 
     def heard(self, *received: Tensor) -> None:
         """Add to what the next messages compare what all ranks have ``received`` alike, or have made of it."""
-        if self.digest is not None:
+        digest = self.verdict.digest
+        if digest is not None:
             for tensor in received:
-                self.digest += sum_of_words(tensor)
+                digest += sum_of_words(tensor)
 
     def refuse(self, flags: Tensor) -> None:
         """Add ``flags`` int32 [1], equal on all ranks, to those of the last step: where any is set it is skipped.

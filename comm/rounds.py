@@ -26,6 +26,7 @@ from .message import OUT_OF_STEP, Messages, StepContext, describe_mismatch, desc
 from .partition import Section
 from .reducer import Compress, Reducer
 from .transport import CollectiveError, LocalTransport, Transport
+from .verdict import Verdict
 
 Prepare = Callable[[slice], None]
 """Adds this worker's update to ``compensated`` and writes its signs, for some chunks."""
@@ -93,13 +94,10 @@ class RoundAllReduce(Reducer):
         self.gathered = self.messages if layout is whole else Messages(whole.world_size, 0, whole, self.device)
         self.values: Tensor | None = None
         self.full_precision = False
-        scratch = [torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(3)]
-        self.flags, self._no_flags, self._ticket = scratch
-        self._total = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.rounds = 0
         self.counted = 0
         self._skipped: Tensor | int = 0  # 1-bit rounds of ``__call__`` that are counted still
-        self.digest: Tensor = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.verdict = Verdict(self.device, torch.zeros(1, dtype=torch.int64, device=self.device))
         self.arrived_words: Tensor | None = None
         self._arrived_absent: Tensor | None = None
         self.arrived_heads: Tensor | None = None  # of all ranks, where headers travel alone
@@ -129,7 +127,7 @@ class RoundAllReduce(Reducer):
         coef[:, Coef.LR] = step
 
         def add(part: RoundAllReduce, chunks: slice) -> None:
-            part.add(tensors, tensors, chunks, coef, None, None, LocalUpdate(coef[0, :1], False), self._no_flags)
+            part.add(tensors, tensors, chunks, coef, None, None, LocalUpdate(coef[0, :1], False), self.verdict.none)
 
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
         self.synchronise(add, StepContext(tag=tag, abort=abort or error is not None, coef=coef))
@@ -219,10 +217,10 @@ class RoundAllReduce(Reducer):
         self._arrived_absent = self.arrived_heads = None
         words, own = self._round(lambda chunks: compress(self, chunks), context)
         self._close(words, own, context)
-        self.absent = None
+        self.verdict.absent = None
         if self.backups:
             absent = self.messages.absent if self._arrived_absent is None else self._arrived_absent
-            self.absent = absent_on_all(absent, len(self.layout.sizes), self.flags)
+            self.verdict.absent = absent_on_all(absent, len(self.layout.sizes), self.flags)
         self.part.forget()
         if self.part.inside.world_size > 1:
             self._gather_inside(bool(context.missing))
@@ -241,7 +239,7 @@ class RoundAllReduce(Reducer):
     def _close(self, words: Tensor, own: Tensor, context: StepContext) -> None:
         """Make ``flags`` of all headers, and note how far the global update goes: ``add`` forms the compensation."""
         assert context.coef is not None
-        most = self.compensation_limit
+        most, verdict = self.compensation_limit, self.verdict
         summed = self.messages.front if context.sums else self.messages.buffer
         if self.values is not None:
             summed = self.values.view(self.layout.world_size, -1).view(torch.uint8)
@@ -254,11 +252,11 @@ class RoundAllReduce(Reducer):
             context.steps,
             math.inf if most is None else most,
             self.values is None,
-            self._no_flags if context.hold is None else context.hold,
+            verdict.none if context.hold is None else context.hold,
             Left(self.scale, self._taken_of_all, self._limit_of_all),
-            Digest(self.digest, self._total, context.updates),
-            self.flags,
-            self._ticket,
+            Digest(self.digest, verdict.total, context.updates),
+            verdict.flags,
+            verdict.ticket,
         )
 
     def keep_back(self, tensors: Tensor) -> None:
@@ -292,8 +290,8 @@ class RoundAllReduce(Reducer):
         inside = self.part.inside
         # Ranks of a node share no other exchange: this one compares the round and the hyper-parameters as well.
         words, absent = self._sent.words[0], self._sent.head[0, len(Word) :].clone()
-        if self.absent is not None:
-            absent.view(torch.uint8)[: self._sent.absent.shape[1]] = packed(self.absent)
+        if self.verdict.absent is not None:
+            absent.view(torch.uint8)[: self._sent.absent.shape[1]] = packed(self.verdict.absent)
         own = torch.cat([words[Word.STEP :][:1], words[Word.TAG :][:1], self.flags, absent])
         rows = own.new_empty(inside.world_size, len(own))
         inside.all_gather(rows, own[None])
@@ -301,7 +299,7 @@ class RoundAllReduce(Reducer):
         self._words_inside = rows[:, :2]
         self.refuse(union(rows[:, 2], rows[:, :2] != own[:2]))
         absent = rows[:, 3:].contiguous().view(torch.uint8)
-        self.absent = absent_on_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
+        self.verdict.absent = absent_on_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
         sent, gathered = self.messages.buffer, self.gathered.buffer
         if self.values is not None:
             sent, gathered = self.values, torch.empty_like(self.compensated)
@@ -309,6 +307,12 @@ class RoundAllReduce(Reducer):
         inside.all_gather(gathered.view(inside.world_size, -1), sent.view(1, -1))
         if self.values is not None:  # of bits ``apply_momentum`` adds those of all parts
             self.heard(gathered)
+
+    @property
+    def digest(self) -> Tensor:
+        """Return the checksum of what all ranks have received alike, which the next messages carry: int64 [1]."""
+        assert self.verdict.digest is not None
+        return self.verdict.digest
 
     def describe(self) -> str:
         where = ""
@@ -348,8 +352,9 @@ class RoundAllReduce(Reducer):
         return words, own[0, : len(Word)]
 
     def refuse(self, flags: Tensor) -> None:
-        kept = (self.flags != 0) | (flags == 0)
-        self.flags |= flags
+        known = self.flags
+        kept = (known != 0) | (flags == 0)
+        known |= flags
         self.scale *= kept
         self._taken_of_all *= kept
         self._limit_of_all.masked_fill_(~kept, torch.inf)

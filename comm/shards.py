@@ -21,15 +21,14 @@ class ShardGroup:
 
     Args:
         transport: Between them; None where every rank holds everything.
+
+    Attributes:
+        count: How many shards there are; 1: everything is here.
     """
 
     def __init__(self, transport: Transport | None = None) -> None:
         self.transport: Transport = LocalTransport() if transport is None else transport
-
-    @property
-    def count(self) -> int:
-        """Return how many shards there are; 1: everything is here."""
-        return self.transport.world_size
+        self.count = self.transport.world_size
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the shards, in their order: of the shape and dtype of ``values``, equal on all ranks."""

@@ -32,17 +32,17 @@ class SignVote(CompressedAllReduce):
         self.weights = self.to_servers.scales if aggregation == "majority" else None
         self.to_servers.scales.fill_(1.0)
         if aggregation == "majority":  # nothing is left of a vote
-            self.server_residual = self.server.compensated = self.server_residual.new_empty(0)
+            self.server.compensated = self.server.compensated.new_empty(0)
             self.server.measured.fill_(1.0)
             self.served.scales.fill_(1.0)
 
     def residual_ratio(self) -> float:
         """Return what servers keep, as if all kept as much as this one, over the last result; waits for the device."""
-        if not len(self.server_residual):
+        if not len(self.server.compensated):
             return 0.0
         update = float(self.result().norm())
         return self.server.norms()[1] * self.transport.world_size**0.5 / update if update > 0 else 0.0
 
     def norms(self) -> tuple[float, float, float]:
         """Return the norms of ``FeedbackReducer.norms``; workers keep nothing."""
-        return 0.0, 0.0, self.server.norms()[1] if len(self.server_residual) else 0.0
+        return 0.0, 0.0, self.server.norms()[1] if len(self.server.compensated) else 0.0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import FlatLayout, average_squares, tell_squares
+from ..triton_kernels.codes import keep_nearest
 from ..triton_kernels.nouns import Codes, Places, Stored
 from ..triton_kernels.projections import Projections
 from ..triton_kernels.renewal import SUMS
@@ -34,6 +35,17 @@ class Looks(NamedTuple):
 
 
 NOWHERE = Looks()
+
+
+class Unit(NamedTuple):
+    """Denominators of coordinates before and after a renewal of their variance."""
+
+    coef: Tensor
+    """float32 [tensors, columns of ``Coef``]."""
+    factors: Tensor
+    """float32 [3, tensors], as ``renew_levels`` writes it."""
+    divides: bool
+    """Whether what is compressed is divided by the variance's root: else only that is renewed."""
 
 
 class Rows:
@@ -110,8 +122,10 @@ class SharedSquares:
         layout: The flat index space, with a chunk for each rank.
         rank: Of this one, which averages the chunk of that number.
         device: Where everything lies.
+        stored: The EMA of the squares of this rank's own gradients, [P].
 
     Attributes:
+        stored: As given.
         sent: What this rank tells, a row for each server.
         served: What it tells of the chunk that it averages.
         means: The mean of what all tell, a row from each server, equal on all ranks.
@@ -121,18 +135,16 @@ class SharedSquares:
     served: Rows
     means: Rows
 
-    def __init__(self, layout: FlatLayout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: FlatLayout, rank: int, device: torch.device, stored: Stored) -> None:
+        self.stored = stored
         self._layout, self._device, self._projections = layout, device, Projections.of(layout).to(device)
         self._own = slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk)
 
-    def tell(
-        self,
-        grads: Sequence[Tensor],
-        squares: Stored,
-        looks: Looks,
-        first_block: int,
-        places: Places,
-    ) -> None:
+    def follow(self, squares: Tensor) -> None:
+        """Go on from ``squares``, float32 [P]."""
+        keep_nearest(squares, *self.stored, signed=False)
+
+    def tell(self, grads: Sequence[Tensor], looks: Looks, first_block: int, places: Places) -> None:
         """Write what is sent: arguments as of ``tell_squares``."""
         layout, projections = self._layout, self._projections
         assert looks.updates is not None
@@ -141,7 +153,7 @@ class SharedSquares:
         tell_squares(
             grads,
             places,
-            squares,
+            self.stored,
             looks.factor,
             looks.updates,
             first_block,

@@ -37,7 +37,10 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),
     # What no user names.
     (r"py:.*", r"fusedonebit\.(core|optim|apps\.lab)\..*|.*\.partition\.Section|fusedonebit\..*Options"),
-    (r"py:.*", r".*\.(Deferred|Backup|OnePart|ErrorFeedback|SideOfParts|Bucket|Receiver|Looks|OwnVariance|Unit|Rows)"),
+    (
+        r"py:.*",
+        r".*\.(Deferred|Backup|OnePart|ErrorFeedback|SideOfParts|Bucket|OfRank|Scaled|Looks|OwnVariance|Unit|Rows)",
+    ),
 ]
 smartquotes_action = "D"  # quotes stay straight
 highlight_language = "sh"  # what is indented in the pages; api/*.rst say python

@@ -22,7 +22,11 @@ def whole_state(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
         "scale": reduce.scale,
         "bits": reduce.bits,
     }
-    tensors |= {"c": optimizer.algorithm.moments.exp_avg, "e": reduce.worker_residual, "server": reduce.server_residual}
+    tensors |= {
+        "c": optimizer.algorithm.moments.exp_avg,
+        "e": reduce.of_rank.worker.numbers,
+        "server": reduce.of_rank.server.numbers,
+    }
     state = {name: tensor.detach().clone().numpy() for name, tensor in tensors.items()}
     state["x"] = flat(parameters(optimizer))
     state["digests"] = np.array(reduce.digests)

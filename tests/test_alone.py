@@ -134,8 +134,8 @@ def test_what_is_not_sent_is_kept_as_the_algorithm_says_with_one_side(scope):
                 size = c[of_it].square().mean().sqrt()
                 torch.testing.assert_close(m[of_it].abs(), size.expand(int(of_it.sum())), rtol=1e-6, atol=0)
     reduce.settle()
-    torch.testing.assert_close(reduce.worker_residual.double(), error, rtol=1e-5, atol=1e-6)
-    assert reduce.server_residual.numel() == 0
+    torch.testing.assert_close(reduce.of_rank.worker.numbers.double(), error, rtol=1e-5, atol=1e-6)
+    assert reduce.of_rank.server.numbers.numel() == 0
     assert reduce.norms()[2] == 0.0
 
 
@@ -186,8 +186,8 @@ def whole(optimizer: DistributedOptimizer) -> Tensor:
     """m + e + E, all that is conserved, in float64."""
     reduce = optimizer.algorithm.exchange.reducer
     reduce.settle()
-    server = reduce.server_residual.double().reshape(-1) if reduce.serves else 0.0
-    return reduce.result().double() + reduce.worker_residual.double() + server
+    server = reduce.of_rank.server.numbers.double().reshape(-1) if reduce.serves else 0.0
+    return reduce.result().double() + reduce.of_rank.worker.numbers.double() + server
 
 
 ADAM: dict[str, Any] = {"freeze_step": 3}
@@ -216,16 +216,16 @@ def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
 def test_residuals_of_a_server_go_to_the_worker_where_there_is_none_any_more(kind):
     options = ADAM if kind is OneBitAdam else rounds_of_one()
     _, served = trained(kind, numerics=SERVED, **options)
-    assert bool(served.algorithm.exchange.reducer.server_residual.any())
+    assert bool(served.algorithm.exchange.reducer.of_rank.server.numbers.any())
     expected, state = whole(served), served.state_dict()
     _, alone = trained(kind, 0, state=copy.deepcopy(state), **options)
     torch.testing.assert_close(whole(alone), expected, rtol=1e-6, atol=1e-7)
     _, again = trained(kind, 0, state=alone.state_dict(), numerics=SERVED, **options)  # and back
-    assert not again.algorithm.exchange.reducer.server_residual.any()
+    assert not again.algorithm.exchange.reducer.of_rank.server.numbers.any()
     torch.testing.assert_close(whole(again), expected, rtol=1e-6, atol=1e-7)
     _, used = trained(kind, 9, seed=4, numerics=SERVED, **options)
     used.load_state_dict(alone.state_dict())
-    assert not used.algorithm.exchange.reducer.server_residual.any()
+    assert not used.algorithm.exchange.reducer.of_rank.server.numbers.any()
 
 
 def rounds_of_one() -> dict[str, Any]:

@@ -89,10 +89,10 @@ def as_told(optimizer: Any) -> list[bool]:
     if getattr(reducer, "values", None) is not None:  # floats, and headers that have travelled before
         received = [torch.cat([reducer.values.view(torch.int64), reducer.arrived_heads.view(torch.int64).view(-1)])]
     else:
-        received = reducer.gathered.buffer.chunk(len(reducer.digest))
+        received = reducer.gathered.buffer.chunk(len(reducer.verdict.digest))
     return [
         int(folded(digest)) == int(folded(rows.view(torch.int64).sum() + updates))
-        for digest, rows in zip(reducer.digest, received, strict=True)
+        for digest, rows in zip(reducer.verdict.digest, received, strict=True)
     ]
 
 

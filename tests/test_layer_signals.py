@@ -49,7 +49,7 @@ def in_units_of_compression(rank: int, transport: Transport):
     told = optimizer.stats(layers=True)
     optimizer.algorithm.exchange.reducer.settle()
     residual, result, layout = (
-        optimizer.algorithm.exchange.reducer.worker_residual,
+        optimizer.algorithm.exchange.reducer.of_rank.worker.numbers,
         optimizer.algorithm.exchange.reducer.result(),
         optimizer.frame.layout,
     )

@@ -255,7 +255,7 @@ def on_ranks(rank: int, transport: Transport, options: dict[str, Any]) -> tuple[
     train(optimizer, range(10), rank)
     assert optimizer.phase == "compression"
     assert (
-        optimizer.algorithm.exchange.reducer.server_residual.dtype
+        optimizer.algorithm.exchange.reducer.of_rank.server.numbers.dtype
         is optimizer.algorithm.moments.exp_avg.dtype
         is not torch.float32
     )

@@ -127,7 +127,7 @@ def test_nothing_of_what_workers_want_to_move_is_lost(world_size):
                     "x": flat(parameters(optimizer)).astype(np.float64),
                     "e": flat(owed(optimizer)).astype(np.float64),
                     "u": flat(steps).astype(np.float64),
-                    "E": optimizer.algorithm.exchange.reducer.server_residual.double().numpy().copy(),
+                    "E": optimizer.algorithm.exchange.reducer.of_rank.server.numbers.double().numpy().copy(),
                     "ends": np.array(optimizer.algorithm.synchronised),
                 }
             )

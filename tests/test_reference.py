@@ -107,7 +107,7 @@ def look(optimizer: Any) -> dict[str, np.ndarray]:
             "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
             "rho": flat([states[i]["rho"] for i in range(len(params))]),
             "worker_error": flat([optimizer.worker_error(p) for p in params]),
-            "server_error": flat([optimizer.algorithm.exchange.reducer.server_residual]),
+            "server_error": flat([optimizer.algorithm.exchange.reducer.of_rank.server.numbers]),
         }
     if isinstance(optimizer, MarsitSGD):
         return {

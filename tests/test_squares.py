@@ -152,9 +152,10 @@ def padded(nbytes: int) -> int:
 
 def averaged(rank: int, transport: Transport) -> tuple[np.ndarray, int]:
     layout = FlatLayout(LAYOUT["sizes"], transport.world_size, LAYOUT["block_size"])
-    shared, before = SharedSquares(layout, rank, torch.device("cpu")), transport.traffic.bytes_total
+    own, before = Stored(squares_of(rank, layout.numel)), transport.traffic.bytes_total
+    shared = SharedSquares(layout, rank, torch.device("cpu"), own)
     grads = [torch.full((size,), float(rank + 1)) for size in layout.sizes]
-    shared.tell(grads, Stored(squares_of(rank, layout.numel)), Looks(torch.tensor(7)), 0, places_of(layout))
+    shared.tell(grads, Looks(torch.tensor(7)), 0, places_of(layout))
     shared.exchange(transport)
     sent = transport.traffic.bytes_total - before
     blocks, widest = layout.blocks_per_chunk, Projections.of(layout).width

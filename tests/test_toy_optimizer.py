@@ -64,9 +64,9 @@ class MajorityVote(Algorithm):
         frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
 
         def vote(part: SignVote) -> None:
-            hold = part.hold + 1 if abort else part.hold
+            hold = part.verdict.hold + abort
             where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
-            toy_vote(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
+            toy_vote(grads, frame.places, self.exp_avg, agreed.coef, *where, part.verdict.found)
 
         exchange.apply(exchange.synchronise(vote, exchange.context(abort, agreed.hold), coef))
         return exchange.restore_absent()

@@ -167,7 +167,7 @@ def run(world_size: int, rounds: tuple[int, ...], steps: int, options: dict, cha
                 now["signs"] = unpack(reduce.to_servers.bits).view(-1).numpy() > 0
                 now["bits"] = unpack(reduce.bits).view(-1).numpy() > 0
             now["u"] = line(optimizer, [optimizer.worker_error(p) for p in params])
-            now["served"] = reduce.server_residual.double().numpy().copy()
+            now["served"] = reduce.of_rank.server.numbers.double().numpy().copy()
             seen.append(now)
         return optimizer, seen
 

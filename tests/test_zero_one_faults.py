@@ -52,7 +52,7 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
     train(optimizer, rank, begin)
     values, variance = fingerprint(parameters(optimizer)), fingerprint(variances(optimizer))
     m, had = whole(momenta(optimizer)), whole(residuals(optimizer))  # which settles
-    served = optimizer.algorithm.exchange.reducer.server_residual.clone()
+    served = optimizer.algorithm.exchange.reducer.of_rank.server.numbers.clone()
     denom, due, outcome = denominators(optimizer, 2 if begin <= 7 else 3), torch.zeros_like(m), (None, "")
     kept, own = m.clone(), torch.from_numpy(denominators(optimizer, 2, 0.0) / denom)  # a renewal divides by its own
     with warnings.catch_warnings(record=True) as seen:
@@ -72,7 +72,7 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
     gained, stats = whole(residuals(optimizer)) - had, optimizer.stats()
     settled = {
         "still": fingerprint(parameters(optimizer)) == values and fingerprint(variances(optimizer)) == variance,
-        "servers": torch.equal(optimizer.algorithm.exchange.reducer.server_residual, served),
+        "servers": torch.equal(optimizer.algorithm.exchange.reducer.of_rank.server.numbers, served),
         "momentum": float((whole(momenta(optimizer)) - (kept * own if place == "renewing" else 0)).abs().max()),
         "lost": float((gained - (0 if place == "renewing" else due)).abs().max() / due.abs().max()),
         "counts": (stats["step"], stats["skipped_steps"]),

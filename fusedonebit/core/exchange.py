@@ -70,7 +70,7 @@ class Exchange(Part):
         frame, reducer = self.frame, self.reducer
         if frame.ranks.model_parallel.groups:  # what was found on the way, such as a veto
             reducer.refuse(frame.united(reducer.flags))
-        frame.absent, frame.late_error = reducer.absent, reducer.error
+        frame.absent, frame.late_error = reducer.verdict.absent, reducer.error
         return frame.coefficients.still(coef, frame.absent)
 
     def _unite(self, abort: bool, found: Tensor) -> None:
@@ -84,9 +84,9 @@ class Exchange(Part):
         squares of x by block.
         """
         frame, reducer = self.frame, self.reducer
-        m, skip = Signs(reducer.bits, reducer.scale), reducer.flags
+        m, verdict = Signs(reducer.bits, reducer.scale), reducer.verdict
         counting = frame.coefficients.count(*frame.counters()) if frame.coefficients.renews else (None, None)
-        how = (coef, skip, frame.rounding, reducer.digest, x_squares, *counting, frame.parameters.correction)
+        how = (coef, verdict.flags, frame.rounding, verdict.digest, x_squares, *counting, frame.parameters.correction)
         apply_momentum(frame.parameters.dense, frame.places, m, divisor, *how)
 
     def restore_absent(self) -> Tensor:
@@ -131,18 +131,15 @@ class FeedbackExchange(Exchange):
         """Return the result, in bits, and the residuals; the worker's is where the momentum was in the warm-up."""
         if not compressed:
             return ()
-        reducer = self.reducer
-        bits, of_worker, of_server = reducer.bits, reducer.exponents, reducer.server_exponents
-        ternary = bits.dim() == 3
-        worker: dict[str, Any] = {"exponents": None if of_worker is None else of_worker[0], "of_rank": True}
-        server: dict[str, Any] = {"exponents": None if of_server is None else of_server.view(-1), "of_rank": True}
-        server |= {"wanted": reducer.serves, "taken_by": "worker_error"}
+        reducer, bits = self.reducer, self.reducer.bits
+        of_rank, ternary = reducer.of_rank, bits.dim() == 3
+        how: dict[str, Any] = {"of_rank": True, "wanted": reducer.serves, "taken_by": "worker_error"}
         return (
             StateTensor("exp_avg_bits", "bit", bits[:, 0] if ternary else bits),
             StateTensor("exp_avg_nonzero", "bit", bits[:, -1] if ternary else bits, wanted=ternary),
             StateTensor("exp_avg_scale", "block", reducer.scale, not_negative=True),
-            StateTensor("worker_error", "part", reducer.worker_residual, **worker),
-            StateTensor("server_error", "chunk", reducer.server_residual, **server),
+            StateTensor("worker_error", "part", *of_rank.worker, of_rank=True),
+            StateTensor("server_error", "chunk", *of_rank.server, **how),
         )
 
     def owed(self) -> float:
@@ -187,4 +184,4 @@ class VoteExchange(FeedbackExchange):
         """Return the servers' residuals, where votes are averaged."""
         reducer = self.reducer
         how: dict[str, Any] = {"of_rank": True, "wanted": reducer.server.measures}
-        return (StateTensor("server_error", "chunk", reducer.server_residual, **how),)
+        return (StateTensor("server_error", "chunk", *reducer.of_rank.server, **how),)

@@ -69,7 +69,7 @@ class Stage(Part):
         transport = LocalTransport() if alone else frame.ranks.transport
         if exchange is not None:
             how = {"largest": exchange.reducer.largest_gradient}
-            how |= {} if alone else {"earlier": exchange.lost, "digest": exchange.reducer.digest}
+            how |= {} if alone else {"earlier": exchange.lost, "digest": exchange.reducer.verdict.digest}
         return frame.scaling.agree(grads, coef, scale, most, transport, frame.ranks.model, self.weighs, **how)
 
     @property
@@ -78,7 +78,7 @@ class Stage(Part):
 
         None where nobody does.
         """
-        return None if self.exchange is None else self.exchange.reducer.digest
+        return None if self.exchange is None else self.exchange.reducer.verdict.digest
 
     def known(self, flags: Tensor) -> Tensor | int:
         """Return the step's flags, or their value where the host knows it."""

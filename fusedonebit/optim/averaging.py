@@ -61,7 +61,7 @@ class Averaged(Stage):
     @property
     def digest(self) -> Tensor | None:
         if self._beside is not None:
-            return self._beside.reducer.digest
+            return self._beside.reducer.verdict.digest
         return None if self.frame.ranks.transport.world_size == 1 else self._digest
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:

@@ -109,9 +109,9 @@ class Compressed(Stage):
         ``coef`` scales g already; ``factor``, float32 [1] or None, does so where its squares are followed.
         """
         options = self.options
-        v, inside = self.moments.exp_avg_sq if options.precondition else None, options.eps_inside_sqrt
+        v = self.moments.divisor(options.eps_inside_sqrt) if options.precondition else None
         looks = Looks(self.frame.steps.updates, factor, self.shares_squares) if options.lives else NOWHERE
-        return lambda part: part.compress(grads, coef, v, inside, looks)
+        return lambda part: part.compress(grads, coef, v, looks)
 
     @property
     def divisor(self) -> Divisor | None:
@@ -195,11 +195,9 @@ class Compressed(Stage):
         """Return the squares of this worker's gradients, where the variance is renewed of them."""
         if not compressed:
             return ()
-        squares, exponents = self.exchange.reducer.worker_sq, self.exchange.reducer.exponents
+        squares = self.exchange.reducer.of_rank.squares
         how: dict[str, Any] = {"of_rank": True, "not_negative": True, "wanted": squares is not None}
-        if squares is None:
-            return (StateTensor("worker_sq", "part", torch.empty(0), **how),)
-        return (StateTensor("worker_sq", "part", squares, None if exponents is None else exponents[2], **how),)
+        return (StateTensor("worker_sq", "part", *(squares or (torch.empty(0),)), **how),)
 
     def settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the stage goes on."""

@@ -54,9 +54,9 @@ class Votes(Algorithm):
         frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
 
         def vote(part: SignVote) -> None:
-            hold = part.hold + 1 if abort else part.hold  # without gradients m stays as well
+            hold = part.verdict.hold + abort  # without gradients m stays as well
             where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
-            lion_compress(grads, frame.places, self.exp_avg, agreed.coef, *where, part.found)
+            lion_compress(grads, frame.places, self.exp_avg, agreed.coef, *where, part.verdict.found)
 
         exchange.apply(exchange.synchronise(vote, exchange.context(abort, agreed.hold), coef))
         return exchange.restore_absent()

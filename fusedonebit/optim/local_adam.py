@@ -237,11 +237,11 @@ class LocalAdam(Algorithm):
         steps = self.plan.round.steps
         if steps == 1 and self.bits.as_floats:
             self.add(grads, coef, None, moves=False, last=True)
-        v, inside = self.moments.exp_avg_sq if self.options.precondition else None, self.bits.floored
+        v = self.moments.divisor(self.bits.floored) if self.options.precondition else None
         context = context._replace(pending=self.pending)
         if steps > 1:
             self.sum_up(coef)
-        self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef, v, inside), context, coef)
+        self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef, v), context, coef)
         self.apply(coef, agreed.hold)
 
     def _synchronise_own(

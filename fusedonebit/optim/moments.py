@@ -13,7 +13,7 @@ from ..core.part import Part
 from ..core.state_tensor import StateTensor
 from ..triton_kernels import adam_update
 from ..triton_kernels.codes import in_float32, keep_nearest
-from ..triton_kernels.nouns import Moments
+from ..triton_kernels.nouns import Divisor, Moments
 
 
 class MomentBuffers(Part):
@@ -43,6 +43,10 @@ class MomentBuffers(Part):
         """Return m and v as ops take them."""
         drawn = self._frame.steps.updates if self.narrow else None
         return Moments(self.exp_avg, self.exp_avg_sq, self.exponents, drawn)
+
+    def divisor(self, eps_inside_sqrt: bool) -> Divisor:
+        """Return v as ops take it that divide by its root."""
+        return Divisor(self.exp_avg_sq, None if self.exponents is None else self.exponents[1], eps_inside_sqrt)
 
     def watch(self) -> None:
         """Let updates write ``squares`` from now on."""

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm.feedback import Unit
+from ..comm.squares import Unit
 from ..core.exchange import FeedbackExchange
 from ..core.frame import Frame
 from ..core.header import COUNT, Field, Fields, damaged, list_of, or_none
@@ -249,7 +249,8 @@ class SharedVariance(FrozenVariance):
         """Exchange squares and projections of this step's gradients with all ranks; ``renew`` uses them."""
         reducer = self._exchange.reducer
         reducer.share_squares()
-        self._absent = None if reducer.absent is None else reducer.absent.view(torch.uint8)
+        absent = reducer.verdict.absent
+        self._absent = None if absent is None else absent.view(torch.uint8)
         self._flags, self._shared = reducer.flags, True
 
     def renew(self) -> bool:
@@ -265,8 +266,8 @@ class SharedVariance(FrozenVariance):
         shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
         renew_levels(*shared, self.levels, self.mean_sq, entered, self._woken, self._factors)
         frame.coefficients.forget()
-        unit = Unit(coef, options.eps_inside_sqrt, self._factors, options.precondition)
-        reducer.renew(unit, self._moments.exp_avg_sq)
+        unit = Unit(coef, self._factors, options.precondition)
+        reducer.renew(unit, self._moments.divisor(options.eps_inside_sqrt))
         self.since = 0
         self.renewals += 1
         return True

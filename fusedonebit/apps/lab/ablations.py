@@ -177,8 +177,8 @@ class ExactMomentum(Compressed):
                 "the guard has refused a step, which an exact momentum can't take back: pass guard='off'"
             )
         for rank in self._reducer.ranks:
-            assert rank.worker_sq is not None
-            divided = self._denominators(torch.where(v > 0, v, rank.worker_sq.view_as(v)), per)
+            assert rank.squares is not None
+            divided = self._denominators(torch.where(v > 0, v, rank.squares.stored.numbers.view_as(v)), per)
             share = per[:, Coef.ONE_MINUS_BETA1, None] / len(self._reducer.ranks)
             exact += share * self._flattened(rank.gradients) / divided
         moved = (exact * coef[block_tensor, Coef.STEP_SIZE, None]).view(-1)

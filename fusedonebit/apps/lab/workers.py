@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...comm import CompressedAllReduce, StepContext
-from ...comm.feedback import Unit
 from ...comm.reducer import Compress
+from ...comm.squares import Unit
 from ...comm.transport import CountingTransport, Pending, Waiting
 from ...core.optimizer import DistributedOptimizer
 from ...optim.local_adam import LocalAdam
@@ -23,6 +23,7 @@ from ...optim.own_variance import OwnVariance
 from ...optim.two_stage import TwoStage
 from ...optim.zero_one import ZeroOneAdam
 from ...triton_kernels import LiveTable, local_step
+from ...triton_kernels.nouns import Divisor
 from ...triton_kernels.zero_one import LocalStep
 from .rivals.frame import Rival
 
@@ -75,12 +76,13 @@ class BatchedAllReduce(WorkerAllReduce):
     def __init__(self, of: CompressedAllReduce, **options: Any) -> None:
         """Take the place of ``of``, in its memory, before anything was compressed; ``options`` as it was made with."""
         world_size = of.layout.world_size
-        taken: dict[str, Any] = {"compensated": of.worker_residual, "worker_sq": of.worker_sq}
-        taken["exponents"] = of.exponents
+        squares = None if of.squares is None else of.squares.stored.numbers
+        taken: dict[str, Any] = {"compensated": of.worker.compensated, "worker_sq": squares}
+        taken["exponents"] = of.worker.exponents
         options["live"] = of.live
         super().__init__(of.layout, of.transport, **taken, **options)
         # The result, which all share, and its checksum.
-        options |= {"gathered": self.gathered, "scale": self.scale, "digest": self.digest}
+        options |= {"gathered": self.gathered, "scale": self.scale, "digest": self.verdict.digest}
         others = [AlikeTransport(rank, world_size) for rank in range(1, world_size)]
         own: list[dict[str, Any]] = [
             {name: None if x is None else torch.zeros_like(x) for name, x in taken.items()} for _ in others
@@ -98,13 +100,8 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in self.ranks[1:]:
             rank.worker.compensated.copy_(self.worker.compensated)
             rank.worker.scale.copy_(self.worker.scale)
-        self._share_exponents(slice(None))
-
-    def _share_exponents(self, rows: slice) -> None:
-        """Give all workers rank 0's, where there are any, of what all have alike."""
-        for rank in self.ranks[1:]:
-            if rank.exponents is not None and self.exponents is not None:
-                rank.exponents[rows] = self.exponents[rows]
+            if rank.worker.exponents is not None and self.worker.exponents is not None:
+                rank.worker.exponents.copy_(self.worker.exponents)
 
     def write(self, compress: Compress, context: StepContext) -> None:
         """See ``FeedbackReducer``."""
@@ -160,13 +157,12 @@ class BatchedAllReduce(WorkerAllReduce):
             del squares.sent
         self.transport.traffic.add((self.layout.world_size - 1) * (sent[0, 0].nbytes + served[0].nbytes))
 
-    def renew_part(self, unit: Unit, v: Tensor, writes: bool = True) -> None:
+    def renew_part(self, unit: Unit, v: Divisor, writes: bool = True) -> None:
         """See ``OnePart``."""
         scale = self.scale.clone()  # of the result, which all have
         for rank in reversed(self.ranks):
             self.scale.copy_(scale)
             CompressedAllReduce.renew_part(rank, unit, v, writes and rank is self)
-        self._share_exponents(slice(1, 2))  # of v
 
     def refuse(self, flags: Tensor) -> None:
         """See ``Reducer``."""
