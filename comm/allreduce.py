@@ -250,11 +250,13 @@ class CompressedAllReduce(FeedbackReducer):
 
     def write(self, compress: Compress, context: StepContext) -> None:
         self._keep(tuple(context.missing))
-        self.verdict.begin(context)
+        verdict = self.verdict
+        verdict.hold = verdict.none if context.hold is None else context.hold
+        verdict.found = verdict.own if context.pending is None else context.pending
         self._drawn = context.drawn
         compress(self)
         if context.unite is not None:
-            context.unite(self.verdict.found)
+            context.unite(verdict.found)
         self._finish(context)
 
     def serve(self, context: StepContext) -> None:

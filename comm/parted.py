@@ -225,7 +225,7 @@ class BucketedAllReduce(PartedAllReduce):
         """
         verdict, absent = self.verdict, [part.verdict.absent for part in self.parts if part.verdict.absent is not None]
         verdict.absent = torch.stack(absent).any(0) if absent else None
-        verdict.begin(context)
+        verdict.hold = verdict.none if context.hold is None else context.hold
         limit = self._limit(context)
         if self.serves:
             sides = self.worker, self.server

@@ -42,7 +42,7 @@ class Verdict:
     Attributes:
         none: int32 [1], no flag; so are all others, ``Flag`` bits.
         hold: Flags for which the present step changes nothing.
-        found: This rank's, which ``compress`` sets.
+        own, found: This rank's; ``compress`` sets ``found``, which are others' where a round has gathered them.
         agreed: Those that a server has seen in workers' messages.
         of_all: Those of all ranks, which the last launch of a step writes.
         flags: Those of the last step, equal on all ranks; within a step, what is known so far.
@@ -53,19 +53,14 @@ class Verdict:
     """
 
     def __init__(self, device: torch.device, digest: Tensor | None, programs: int = 0) -> None:
-        self.none, self._own, self.agreed, self.of_all, self.ticket = (
+        self.none, self.own, self.agreed, self.of_all, self.ticket = (
             torch.zeros(1, dtype=torch.int32, device=device) for _ in range(5)
         )
-        self.hold, self.found, self.flags = self.none, self._own, self.of_all
+        self.hold, self.found, self.flags = self.none, self.own, self.of_all
         self.absent: Tensor | None = None
         self.digest = digest
         self.total = torch.zeros(1 if digest is None else len(digest), dtype=torch.int64, device=device)
         self.squares = torch.zeros(programs, dtype=torch.float64, device=device)
-
-    def begin(self, context: StepContext) -> None:
-        """Take up what is known of a step before it is compressed."""
-        self.hold = self.none if context.hold is None else context.hold
-        self.found = self._own if context.pending is None else context.pending
 
     def share(self, flags: Tensor) -> None:
         """Keep what all ranks know in ``flags`` int32 [1], beside which other parts have theirs."""

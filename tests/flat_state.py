@@ -15,7 +15,7 @@ def whole_state(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """Everything that the next step reads, in the optimizer's own order and units; residuals formed."""
     reduce = optimizer.algorithm.exchange.reducer
     reduce.settle()
-    tensors = {kept.name: kept.tensor for kept in optimizer.algorithm.kept() if kept.wanted and not kept.of_rank}
+    tensors = {kept.name: kept.tensor for kept in optimizer.contents.kept() if kept.wanted and not kept.of_rank}
     tensors |= {
         "v": optimizer.algorithm.moments.exp_avg_sq,
         "step": optimizer.frame.steps.of_each,

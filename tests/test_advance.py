@@ -301,12 +301,12 @@ def test_columns_that_the_step_has_written_are_gone_in_the_next():
     p.grad = torch.ones(4)
     optimizer.step()
     assert optimizer.stats(layers=True)["layers"]["coefficient"] != [1.0]
-    assert optimizer.algorithm.table()[0, Coef.STEP_SIZE] == 0.5
+    assert optimizer.algorithm.stage.table()[0, Coef.STEP_SIZE] == 0.5
 
 
 def test_lions_share_of_the_gradient_is_negative_where_it_maximises():
     p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = OneBitLion([{"params": [p]}, {"params": [q], "maximize": True}], betas=(0.9, 0.75))
-    assert optimizer.algorithm.table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
+    assert optimizer.algorithm.stage.table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25, -0.25]
     adam = OneBitAdam([{"params": [q], "maximize": True}], betas=(0.5, 0.75), **objects())
-    assert adam.algorithm.table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]
+    assert adam.algorithm.stage.table()[:, Coef.ONE_MINUS_BETA2].tolist() == [0.25]

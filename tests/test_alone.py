@@ -200,7 +200,7 @@ SERVED = Numerics(serve_alone=True)
 def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
     params, optimizer = trained(kind, **ADAM, wire=wire, numerics=Numerics(precondition=False))
     assert not optimizer.algorithm.exchange.reducer.serves
-    unit = optimizer.algorithm.table()[:, Coef.UNIT].double()[
+    unit = optimizer.algorithm.stage.table()[:, Coef.UNIT].double()[
         optimizer.algorithm.exchange.reducer.places.block_tensor.long()
     ]
     for step in range(6, 9):

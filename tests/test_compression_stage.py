@@ -127,7 +127,7 @@ def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tenso
             assert sent == 2 * message
 
 
-DEFAULT_SCOPE: ScaleScope = OneBitAdam.kind.settings.scale_scope
+DEFAULT_SCOPE: ScaleScope = OneBitAdam.kind.traits.settings.scale_scope
 
 
 def wire_bytes(counts: tuple[int, ...], world_size: int, scale_scope: ScaleScope) -> int:

@@ -26,7 +26,9 @@ from fusedonebit.core.algorithm import Algorithm
 from fusedonebit.core.exchange import VoteExchange
 from fusedonebit.core.frame import Frame
 from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.core.stage import Stage
 from fusedonebit.core.state_tensor import StateTensor
+from fusedonebit.core.traits import Traits
 from fusedonebit.triton_kernels import rule, rules, using, vote_op
 from fusedonebit.triton_kernels.jit import tl
 
@@ -45,11 +47,10 @@ def heavy_ball(m, g, k):
 toy_vote = vote_op("toy_vote", heavy_ball)
 
 
-class MajorityVote(Algorithm):
+class MajorityVote(Algorithm, Stage):
     """Workers vote on the sign of their momentum."""
 
-    takes_shards = False
-    phases = {"one-bit": True}  # noqa: RUF012
+    traits = Traits(phases={"one-bit": True}, shards=False)
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)

@@ -161,7 +161,7 @@ def start_on_ranks(rank: int, world_size: int, name: str, saved: dict, freeze_st
                 phase,
                 fingerprint(parameters(optimizer)),
                 fingerprint(
-                    [kept.tensor for kept in optimizer.algorithm.kept() if kept.wanted and kept.per == "element"]
+                    [kept.tensor for kept in optimizer.contents.kept() if kept.wanted and kept.per == "element"]
                 ),
             )
         )

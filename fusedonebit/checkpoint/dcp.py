@@ -265,9 +265,9 @@ def template(
         header = _header(reader, f"{prefix}.param_groups.0.{KEY}", saved)
         _check_round(frame, header or {})
         if header is not None:
-            if optimizer.algorithm.compresses:
+            if optimizer.algorithm.traits.compresses:
                 _check_left_out(model, frame.parameters.owners, prefix, saved)
-            optimizer.algorithm.check_header(header)
+            optimizer.contents.check_header(header)
         elif not any(name.startswith(f"{prefix}.state.") and name.endswith(".exp_avg") for name in saved):
             raise ValueError(
                 f"the state under {prefix!r} must be of this package or of AdamW, as get_optimizer_state_dict() or "

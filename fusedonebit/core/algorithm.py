@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..comm.agreement import sum_of_words
-from ..triton_kernels import Coef, backend
-from .frame import COMPARED_EVERY, Frame
-from .header import Fields, check_fields, is_compressed
+from .exchange import Exchange
+from .frame import Frame
 from .part import Part
 from .settings import Options
-from .sharding import local
 from .stage import Stage
-from .state_tensor import MASTER, RANK, StateTensor
-
-Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
+from .traits import Phase, Traits
 
 
-class Algorithm(Stage):
+class Algorithm(Part):
     """Skeleton of an algorithm: a subclass makes its parts, and says which stage takes the coming step.
 
     An algorithm of a single stage is that stage itself. It is made anew, and filled, where a checkpoint is loaded or a
@@ -33,50 +28,28 @@ class Algorithm(Stage):
     Attributes:
         phase: The name of the stage of the last step taken, or of the coming one once that was entered.
         parts: What else keeps something from step to step.
+        exchange: What sends and receives what it compresses; None: it compresses nothing.
     """
 
-    settings: ClassVar[type[Options]] = Options
-    """The dataclass into which Numerics, Wire and Faults are merged; its other fields are arguments of constructors."""
-
-    columns: ClassVar[dict[Coef, str]] = {}
-    """Hyper-parameters of a group that go into the coefficient table as they are."""
-
-    linear: ClassVar[bool] = False
-    """Whether ONE_MINUS_BETA2 multiplies gradients, not their squares: it is negative then where one maximises."""
-
-    phases: ClassVar[dict[Phase, bool]] = {"uncompressed": False}
-    """The stages in which it can be, the first one first, and whether it keeps what is "compressed" then."""
-
-    continues: ClassVar[bool] = True
-    """Whether it can go on from checkpoints of other optimizers, torch's AdamW among them."""
-
-    takes_shards: ClassVar[bool] = True
-    """Whether parameters may be shards of tensors."""
-
-    corrects: ClassVar[bool] = False
-    """Whether all its ops that read parameters also take corrections of them, so that no float32 masters are needed."""
-
-    masters_of_rank: ClassVar[bool] = False
-    """Whether each rank has master weights of its own."""
-
-    compresses: ClassVar[bool] = True
-    """Whether less is sent than DDP would send."""
-
+    traits: ClassVar[Traits] = Traits()
+    options: Options
     parts: Sequence[Part] = ()
+    exchange: Exchange | None = None
 
     @classmethod
     def check(cls, frame: Frame) -> None:
         """Raise ValueError if it can't work with these parameters and ranks, or as the options say."""
-        frame.check_shards(cls.takes_shards)
-        frame.check_16_bits(cls.corrects)
+        frame.check_shards(cls.traits.shards)
+        frame.check_16_bits(cls.traits.corrects)
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__(frame)
-        self.phase: Phase = next(iter(self.phases))
+        self.frame, self.options = frame, frame.options
+        self.phase: Phase = next(iter(self.traits.phases))
 
     @property
     def stage(self) -> Stage:
         """Return what takes the coming step, once ``enter_stage`` was called: itself, where there are no others."""
+        assert isinstance(self, Stage)
         return self
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
@@ -89,6 +62,11 @@ class Algorithm(Stage):
         """
         for part in self.parts:
             part.close()
+
+    def settle(self) -> None:
+        """Bring what it and its parts keep into the form in which that is saved."""
+        for part in self.parts:
+            part.settle()
 
     # ---------------------------------------------------------------- groups
 
@@ -158,135 +136,12 @@ class Algorithm(Stage):
         """Return how many steps lie between the last synchronisation and the one before."""
         return 1
 
-    def compare_state(self, digest: Tensor | None) -> None:
-        """Let ranks compare what they have in common when they next meet, once in so many steps; see ``digest``."""
-        if digest is None or not self.synchronised:
-            return
-        done = self.frame.steps.count.total
-        if done // COMPARED_EVERY > max(0, done - self.round_steps) // COMPARED_EVERY:
-            for tensor in self._in_common():
-                digest.add_(sum_of_words(tensor))
-
-    def _in_common(self) -> list[Tensor]:
-        """Return what all ranks have alike between two synchronisations, to the bit, dense: see ``StateTensor``."""
-        frame = self.frame
-        plist = frame.parameters
-        masters = [] if self.masters_of_rank else [plist.dense[i] for i in plist.masters]
-        values = [local(p).detach() for p in plist.owners] + masters
-        dense = [value.as_strided((value.numel(),), (1,)) for value in values]
-        return [frame.steps.of_each, *dense, *(kept.tensor for kept in self.kept() if kept.in_common)]
-
-    # ---------------------------------------------------------------- what it keeps, with its parts
+    # ---------------------------------------------------------------- what users look at
 
     @property
     def compressed(self) -> bool:
         """Return whether it keeps what is declared for the "compressed" stage."""
-        return self.phases.get(self.phase, False)
-
-    def kept(self, compressed: bool | None = None) -> list[StateTensor]:
-        """Return all tensors that it keeps, in this stage or in another, and those that it only declares."""
-        compressed = self.compressed if compressed is None else compressed
-        of_masters: dict[str, Any] = {"of_rank": self.masters_of_rank, "holds_parameters": True}
-        masters = StateTensor(MASTER, "element", self.frame.nothing, wanted=False, **of_masters)
-        return [*(kept for part in (*self.parts, self) for kept in part.state(compressed)), masters]
-
-    def declared(self) -> dict[str, StateTensor]:
-        """Return all tensors that its checkpoints may have, by name; of two of a name one is wanted."""
-        unwanted_first = sorted((*self.kept(False), *self.kept(True)), key=lambda kept: kept.wanted)
-        return {kept.name: kept for kept in (*unwanted_first, RANK)}
-
-    def fields(self) -> Fields:
-        """Return all plain values that it keeps, by key, with their rules."""
-        return {key: field for part in (*self.parts, self) for key, field in part.header_fields.items()}
-
-    def values(self) -> dict[str, Any]:
-        """Return all plain values that it keeps, by key; may wait for the device."""
-        begun = {"begun": True} if self.frame.steps.begun else {}  # a stage that is not entered again
-        return begun | {key: value for part in (*self.parts, self) for key, value in part.plain_state().items()}
-
-    def check_header(self, header: Mapping[str, Any]) -> None:
-        """Raise ValueError if it can't go on from a checkpoint with this header."""
-        frame, own = self.frame, self.frame.wrote(header)
-        check_fields(header, self.fields(), self.phases, (len(frame.parameters), len(frame.groups)), own)
-        writer = header.get("algorithm", "one of torch.optim")
-        if writer != frame.name and not self.continues:
-            raise ValueError(f"the checkpoint must be of {frame.name}, got {writer}")
-        for part in (self, *self.parts):
-            part.check_plain_state(header)
-        if is_compressed(header):
-            frame.check_layout(header)
-
-    def load(self, header: Mapping[str, Any]) -> None:
-        """Take up a checkpoint's stage and plain values, with all buffers that it needs, still empty."""
-        self.frame.steps.begun = self.frame.wrote(header) and header.get("begun", False)
-        for part in (*self.parts, self):
-            part.resume(header)
-
-    def loaded(self, header: Mapping[str, Any]) -> None:
-        """Take note that the buffers are filled."""
-        for part in (*self.parts, self):
-            part.resumed(header)
-
-    def prepare_to_save(self) -> None:
-        """Bring all tensors that it keeps into the form in which they are saved."""
-        for part in (self, *self.parts):
-            part.settle()
-
-    # ---------------------------------------------------------------- what users look at
-
-    def report(self) -> dict[str, Any]:
-        """Return what ``DistributedOptimizer.stats`` tells."""
-        self.catch_up()
-        frame = self.frame
-        transport, layout, inside = frame.ranks.transport, frame.layout, frame.ranks.inside
-        found = {
-            "phase": self.phase,
-            "step": frame.steps.outcomes.updates,
-            "skipped_steps": frame.steps.outcomes.skipped,
-            "partial_steps": frame.steps.outcomes.partial,
-            "freeze_step": None,
-            "backend": backend(frame.device),
-            "transport": repr(transport),
-            "world_size": transport.world_size,
-            "parameters": layout.real_numel,
-            "padding": layout.numel - layout.real_numel,
-            "collectives_step": transport.traffic.collectives_step,
-            "bytes_step": transport.traffic.bytes_step,
-            "bytes_total": transport.traffic.bytes_total,
-            "averaged_already": bool(frame.under_ddp.elsewhere),
-            "collectives_inside": inside.traffic.collectives_step,
-            "bytes_inside": inside.traffic.bytes_step,
-            # Of a ring all-reduce of float32 gradients.
-            "bytes_fp32": 2 * 4 * layout.real_numel * (transport.world_size - 1) // transport.world_size,
-            "state_bytes": self._state_bytes(),
-            "grad_norm": None if self.options.max_grad_norm is None else float(frame.scaling.norm),
-        }
-        for part in (*self.parts, self):
-            found |= part.stats()
-        if self.exchange is not None:
-            scratch = [tensor for part in (*self.parts, self) for tensor in part.scratch()]
-            of_step = sum(tensor.nbytes for tensor in (*scratch, *frame.scaling.scratch()))
-            found["wire_bytes"] = self.exchange.reducer.wire_bytes + of_step
-        return found
-
-    def _state_bytes(self) -> int:
-        """Return the bytes of all that the next step needs, tables included; each piece of memory counts once."""
-        storages = {(memory := tensor.untyped_storage()).data_ptr(): memory.nbytes() for tensor in self._needed()}
-        return sum(storages.values())
-
-    def _needed(self) -> list[Tensor]:
-        """Return what is declared, what else the next step needs of the last, and tables."""
-        frame, plist = self.frame, self.frame.parameters
-        declared = [kept.tensor for kept in (*self.kept(False), *self.kept(True)) if kept.wanted]
-        held = [tensor for part in (*self.parts, self) for tensor in part.held()]
-        masters = [*(plist.dense[i] for i in plist.masters), *plist.loaded()]
-        masters += [] if plist.correction is None else [plist.correction]
-        counts = [frame.steps.updates, frame.steps.of_each, *frame.scaling.held()]
-        return [*declared, *held, *masters, *counts, frame.places.block_tensor, *frame.live]
-
-    def layer_stats(self) -> dict[str, list[Any]]:
-        """Return what ``stats(layers=True)`` tells of layers: one entry per tensor each."""
-        return {"name": list(self.frame.parameters.called)}
+        return self.traits.phases.get(self.phase, False)
 
     def owed(self) -> float:
         """Return the norm of what compression has left out so far, over that of the last update; waits for the device.
@@ -301,7 +156,8 @@ class Algorithm(Stage):
 
     def value_of(self, name: str, i: int) -> Tensor:
         """Return what is kept of parameter ``i`` under a name, of its shape: a view, or a float32 copy of codes."""
-        (kept,) = (kept for kept in self.kept() if kept.name == name and kept.wanted)
+        every = (kept for part in (*self.parts, self) for kept in part.state(self.compressed))
+        (kept,) = (kept for kept in every if kept.name == name and kept.wanted)
         return kept.part(self.frame, i)
 
     def described(self) -> list[str]:

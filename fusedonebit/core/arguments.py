@@ -98,7 +98,7 @@ def taken(cls: type[Any], constructor: Callable[..., None], named: Mapping[str, 
         elif name in ("fused", "foreach") and value is False:
             continue  # what torch would do is not done here anyway
         elif name not in torchs or type(value) is not type(torchs[name].default) or value != torchs[name].default:
-            instead = _instead(name, value, _places(own, cls.kind.settings))
+            instead = _instead(name, value, _places(own, cls.kind.traits.settings))
             raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}: {instead}")
     return kept
 
@@ -147,7 +147,7 @@ def _places_of_all() -> dict[str, dict[str, str]]:
         optimizer = getattr(fusedonebit, name)
         own = inspect.signature(optimizer).parameters if hasattr(optimizer, "kind") else {}
         if "lr" in own:  # what is no base class
-            places[name] = _places(own, optimizer.kind.settings)
+            places[name] = _places(own, optimizer.kind.traits.settings)
     return places
 
 

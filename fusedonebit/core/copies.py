@@ -104,7 +104,7 @@ def _rebuild(
     header = header_of(saved) or {}
     frame.given_block_size = header["block_size"] if is_compressed(header) else None
     optimizer.set_up()
-    restore(optimizer, saved, examine(optimizer.algorithm, optimizer.check_group, saved))
+    restore(optimizer, saved, examine(optimizer.contents, optimizer.check_group, saved))
 
 
 def _each_tensor(saved: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:

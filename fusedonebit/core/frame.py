@@ -128,7 +128,7 @@ class Frame:
         check_rounding(self.options.stochastic_rounding, self.parameters)
         check_corrections(self.options.master_weights, self.name, corrects, self.parameters)
 
-    def check_shards(self, takes_shards: bool) -> None:
+    def check_shards(self, shards: bool) -> None:
         """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
         averaged = getattr(self.ranks.transport, "group", None), self.ranks.transport.world_size
         for group in self.ranks.model_parallel.groups:
@@ -137,7 +137,7 @@ class Frame:
         mesh = self.parameters.mesh
         if mesh is None or self.ranks.model_parallel.groups:
             return
-        if not takes_shards:
+        if not shards:
             raise ValueError(
                 f"parameters of {self.name} must be whole, but {self.parameters.names[0]} is a DTensor; "
                 "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"

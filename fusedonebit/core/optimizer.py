@@ -11,8 +11,9 @@ from torch import Tensor
 from ..comm import make_transport
 from ..triton_kernels import backend
 from . import copies, step_op
-from .algorithm import Algorithm, Phase
+from .algorithm import Algorithm
 from .arguments import check_keys, settling
+from .contents import Contents
 from .first_contact import NOTHING_TRAINS, introduce
 from .frame import Frame
 from .given import first_device, first_mesh, materialise, materialise_group
@@ -20,11 +21,12 @@ from .header import KEY
 from .hyper_parameters import HyperParameters
 from .interrupts import SignalsWait
 from .options import check_group, numbers
-from .scaling import SCALER_ATTRIBUTES, LossScale
+from .scaling import NO_SCALE, SCALER_ATTRIBUTES, LossScale
 from .settings import NUMERICS, WIRE, Params, Ranks
 from .sharding import group_of, model_ranks
 from .state import growing, loading, saving
 from .stepping import Stepping
+from .traits import Phase
 from .world import World
 
 SHOWN_WHERE_ON = ("max_grad_norm", "master_weights", "stochastic_rounding", "capturable")
@@ -46,7 +48,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Of its algorithm."""
 
     algorithm: Algorithm
-    _built = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Let constructors say where an argument belongs that Python would only call unexpected."""
@@ -66,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             if error is not None:
                 raise error
-            frame.options = options = self.kind.settings.of(frame.name, settings)
+            frame.options = options = self.kind.traits.settings.of(frame.name, settings)
             options.check()
             # Of a group; torch adds others to its own table.
             names = (*defaults, *options.grouped)
@@ -99,21 +100,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stepping = Stepping(self.frame)
         self.frame.set_up()
         self.build()
-        self._built = True
         self.number = step_op.number_of(self)
 
     def build(self) -> None:
         """Lay out the parameters and allocate all state; also anew after a load, or ``add_param_group``."""
-        self.frame.build(self.kind.columns, self.kind.linear)
+        self.frame.build(self.kind.traits.columns, self.kind.traits.linear)
         self.take_hyper_parameters()
-        if self._built:
+        if self.is_built:
             self.algorithm.close()  # before another is allocated
         self.algorithm = self.kind(self.frame)
+        self.contents = Contents(self.algorithm)
         self.publish_state()
+
+    @property
+    def is_built(self) -> bool:
+        """Tell whether all is laid out: torch's constructor adds groups before."""
+        return "algorithm" in vars(self)
 
     def publish_state(self) -> None:
         """Put views of what is kept into ``self.state``, under torch's names; leave what others keep there."""
-        self.published = growing.publish(self.state, self.frame, self.algorithm.kept(), self.published)
+        self.published = growing.publish(self.state, self.frame, self.contents.kept(), self.published)
 
     # ---------------------------------------------------------------- groups
 
@@ -128,7 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RuntimeError: where it is too late, or a backward pass has begun a step.
             ValueError: for bad hyper-parameters, or if ranks add different groups.
         """
-        if not self._built:
+        if not self.is_built:
             self._add_group(param_group)
             self.check_group(numbers(self.param_groups[-1]), f"group {len(self.param_groups) - 1}")
             return
@@ -145,18 +151,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.check_group(numbers(group), f"group {i}")
         self._keep_rates()
         self.frame.take_parameters()
-        self.frame.check_16_bits(self.kind.corrects)
+        self.frame.check_16_bits(self.kind.traits.corrects)
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         where, frame = f"group {len(self.param_groups) - 1}", self.frame
-        check_keys(self.param_groups[-1], where, frame.name, frame.hyper.names, self.kind.settings)
+        check_keys(self.param_groups[-1], where, frame.name, frame.hyper.names, self.kind.traits.settings)
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
         self.frame.options.check_group(group, name, self.frame.ranks.transport.world_size)
-        if self._built:
+        if self.is_built:
             self.algorithm.check_group(group, f" in {name}" if name else "")
 
     def take_hyper_parameters(self) -> None:
@@ -239,11 +245,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Signals wait meanwhile; the caller sees to that.
         """
-        self.frame.loss_scale = LossScale.of(self)
+        self.frame.loss_scale = NO_SCALE if vars(self).keys().isdisjoint(SCALER_ATTRIBUTES) else LossScale.of(self)
         self.algorithm.check_step()
         self._opt_called = True  # for schedulers
         try:
-            self.stepping.take(self, self.algorithm, given, params, checked)
+            self.stepping.take(self, self.contents, given, params, checked)
         except BaseException as error:
             if self.frame.steps.end_early(error):
                 self.frame.coefficients.forget()
@@ -255,7 +261,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def begin_step(self) -> None:
         """Enter the stage of the coming step, once, before ``step`` does: as DDP's hook."""
         with SignalsWait():
-            self.stepping.begin(self, self.algorithm)
+            self.stepping.begin(self, self.contents)
 
     # ---------------------------------------------------------------- copies
 
@@ -339,8 +345,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             follows the gradients, after the freeze the fresh one; of sharded parameters that of this rank's shard), as
             in 1-bit LAMB's figures 1 to 3.
         """
-        told = self.algorithm.report()
-        return told | {"layers": self.algorithm.layer_stats()} if layers else told
+        told = self.contents.report()
+        return told | {"layers": self.contents.layer_stats()} if layers else told
 
     def owed(self) -> float:
         """Return the norm of what compression has left out so far, over that of the last update; waits for the device.
@@ -386,17 +392,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CollectiveError: after a step that ended so, or was interrupted while it changed parameters: half a step is
                 no state to go on from.
         """
-        frame, algorithm = self.frame, self.algorithm
+        frame, contents = self.frame, self.contents
         frame.steps.refuse_if_broken()
         saving.call_hooks(self, "state_dict_pre")
         if frame.expected_header is None:
             saved = saving.save(self)
         else:
             packed = saving.packed_of(self.param_groups, self.state)
-            saved = saving.template(frame, algorithm.kept, packed, *frame.expected_header)
+            saved = saving.template(frame, contents.kept, packed, *frame.expected_header)
         if not self._optimizer_state_dict_post_hooks:
             return saved
-        return saving.seal_again(frame, algorithm.declared(), saving.call_hooks(self, "state_dict_post", saved))
+        return saving.seal_again(frame, contents.declared(), saving.call_hooks(self, "state_dict_post", saved))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from ``state_dict`` of this optimizer or of ``torch.optim.AdamW``; all ranks call it.

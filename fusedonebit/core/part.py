@@ -52,5 +52,9 @@ class Part:
         """Return what it adds to ``DistributedOptimizer.stats``."""
         return {}
 
+    def layer_stats(self) -> dict[str, list[Any]]:
+        """Return what it adds to ``stats(layers=True)``: one entry per tensor each."""
+        return {}
+
     def close(self) -> None:
         """Remove hooks and free large buffers, before a successor allocates its own."""

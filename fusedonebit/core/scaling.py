@@ -27,9 +27,7 @@ class LossScale(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: object) -> LossScale:
-        """Read the two attributes that ``torch.amp.GradScaler`` sets on an optimizer for a step; else ``NO_SCALE``."""
-        if vars(optimizer).keys().isdisjoint(SCALER_ATTRIBUTES):
-            return NO_SCALE
+        """Read the two attributes that ``torch.amp.GradScaler`` sets on an optimizer for a step."""
         scale, found_inf = (getattr(optimizer, name, None) for name in SCALER_ATTRIBUTES)
         # Where no parameter has a gradient the scaler hands over the number 0 instead of a tensor.
         return cls(*(None if x is None else torch.as_tensor(x).float().reshape(()) for x in (scale, found_inf)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..triton_kernels.tables import capturing
-from .algorithm import Algorithm
+from .contents import Contents
 from .first_contact import NO_GRADIENT, FirstSteps, speaks
 from .frame import Frame, Owner
 from .under_ddp import warn_of_averages
@@ -26,9 +26,9 @@ class Stepping:
     def __init__(self, frame: Frame) -> None:
         self.frame, self.first_steps = frame, FirstSteps()
 
-    def begin(self, owner: Owner, algorithm: Algorithm, captured: bool = False) -> None:
+    def begin(self, owner: Owner, contents: Contents, captured: bool = False) -> None:
         """Enter the stage of the coming step, once; ``take`` does it, or a hook of the backward pass before it."""
-        steps, ranks = self.frame.steps, self.frame.ranks
+        steps, ranks, algorithm = self.frame.steps, self.frame.ranks, contents.algorithm
         if steps.begun:
             return
         with steps.breaking():
@@ -37,7 +37,8 @@ class Stepping:
                 if algorithm.synchronised:
                     self.frame.agree_on_loaded()
                 steps.just_loaded = False
-            ranks.start_step()
+            for traffic in ranks.traffics:
+                traffic.start_step()
             if not captured and algorithm.enter_stage():
                 owner.publish_state()
             steps.begun, steps.changing = True, False
@@ -45,7 +46,7 @@ class Stepping:
     def take(
         self,
         owner: Owner,
-        algorithm: Algorithm,
+        contents: Contents,
         given: Sequence[Tensor],
         params: Sequence[Tensor] | None = None,
         checked: bool = False,
@@ -54,12 +55,12 @@ class Stepping:
 
         Args:
             owner: The optimizer.
-            algorithm: The owner's.
+            contents: The owner's.
             given: This rank's gradients, as ``ParameterList.gradients`` returns them.
             params: What a compiler passes to be updated in the parameters' stead; None: the parameters themselves.
             checked: Whether the gradients are known to be usable.
         """
-        frame = self.frame
+        frame, algorithm = self.frame, contents.algorithm
         steps, plist = frame.steps, frame.parameters
         if steps.broken:
             steps.refuse_if_broken()
@@ -69,7 +70,7 @@ class Stepping:
             self._check_loaded()
         elif frame.options.capturable:
             steps.outcomes.absorb_replays()
-        self.begin(owner, algorithm, captured)
+        self.begin(owner, contents, captured)
         stage = algorithm.stage
         self._note()
         if captured:
@@ -82,14 +83,14 @@ class Stepping:
         looks = not (captured or self.first_steps.over or error is not None)
         if looks and algorithm.exchange is not None:  # at all objects
             algorithm.exchange.reducer.wait()
-        noticed, unasked = (False, False) if captured else self._averaged_unasked(grads, algorithm.compresses)
+        noticed, unasked = (False, False) if captured else self._averaged_unasked(grads, algorithm.traits.compresses)
         said = self.first_steps.look(frame, grads, steps.count.added_up, unasked) if looks else []
         # A rank that can't take the step says that it has all gradients: so no tensor is left out because of it.
         frame.missing = () if error is not None else plist.missing(grads)
         with plist.standing_in(plist.params if params is None else params):
             frame.absent = None
             frame.coefficients.begin(stage.renews and frame.rounding is None)
-            coef = algorithm.table()
+            coef = stage.table()
             frame.coefficients.lend()
             plist.before_update()
             steps.go_on()
@@ -99,7 +100,7 @@ class Stepping:
                 plist.after_update()
         self._advance(flags)
         if frame.ranks.transport.world_size > 1 and not captured:
-            algorithm.compare_state(stage.digest)
+            contents.compare()
         algorithm.after_step()
         error = algorithm.error_due(error)
         # Replays of CUDA graphs are counted on the device, and read when somebody asks.

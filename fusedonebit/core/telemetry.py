@@ -45,11 +45,14 @@ class HostMirror:
     def push(self, value: Tensor | int) -> list[int]:
         """Send ``value`` on its way, unless it is known; return what has arrived, in order."""
         self._queue.append(self._sent(value) if self._cuda and isinstance(value, Tensor) else int(value))
-        return [self._take() for _ in range(len(self._queue) - self.depth)]
+        arrived = [self._queue.popleft() for _ in range(len(self._queue) - self.depth)]
+        return [word if isinstance(word, int) else self._read(word) for word in arrived]
 
     def flush(self) -> list[int]:
         """Wait for everything under way and return it."""
-        return [self._take() for _ in range(len(self._queue))]
+        arrived = [word if isinstance(word, int) else self._read(word) for word in self._queue]
+        self._queue.clear()
+        return arrived
 
     def flush_pending(self) -> list[int]:
         """Wait for what is under way, and return it without taking it."""
@@ -70,10 +73,7 @@ class HostMirror:
         word.event.record(torch.cuda.current_stream(value.device))
         return word
 
-    def _take(self) -> int:
-        word = self._queue.popleft()
-        if isinstance(word, int):
-            return word
+    def _read(self, word: _OnItsWay) -> int:
         word.event.synchronize()
         self._spare.append(word)
         return int(word.host)

@@ -29,6 +29,7 @@ class World:
         shards: Those that hold the other shards.
         model_parallel: Those of ``parts``.
         model: Both.
+        traffics: What counts bytes that steps send.
         saving_group: Over which ranks talk while they save in the background; None: they have not.
     """
 
@@ -67,17 +68,12 @@ class World:
         self.levels = levels
         for group in self.model_parallel.groups:
             group.transport.traffic = self.inside.traffic
+        self.traffics = {id(each): each for each in (self.transport.traffic, self.inside.traffic)}.values()
 
     @property
     def inside(self) -> Transport:
         """Return what connects the ranks of one node, or of one replica."""
         return self.shards.transport if self.levels is None else self.levels[1]
-
-    def start_step(self) -> None:
-        """Count what a step sends from 0."""
-        self.transport.traffic.start_step()
-        if self.levels is not None or self.shards.transport.world_size > 1 or self.model_parallel.groups:
-            self.inside.traffic.start_step()
 
     @property
     def single(self) -> bool:

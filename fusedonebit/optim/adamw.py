@@ -15,6 +15,7 @@ from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
+from ..core.traits import Traits
 from ..triton_kernels import adam_update
 from .averaging import Averaged
 from .moments import AdamUpdate, MomentBuffers
@@ -125,9 +126,7 @@ class Released(Averaged):
 class AveragedAdam(Algorithm):
     """AdamW on averaged gradients, or on those of a rank alone."""
 
-    settings: ClassVar[type[Options]] = AdamWOptions
-    compresses: ClassVar = False
-    corrects: ClassVar = True
+    traits: ClassVar = Traits(AdamWOptions, compresses=False, corrects=True)
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)

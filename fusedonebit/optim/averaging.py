@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -40,6 +40,7 @@ class Averaged(Stage):
         in_place: Whether a rank alone updates from gradients where they lie, and leaves out elements that do not count;
             else it flattens them first, and skips a step of which any does not count.
         beside: What other steps exchange with, whose checksums go on in these, and from them; None: there are none.
+        table: Makes the coefficients of these steps as of others; None: they have a table of their own.
 
     Attributes:
         averages: The memory of averaged gradients.
@@ -50,9 +51,17 @@ class Averaged(Stage):
     weighs = SQUARES
     averages_gradients = True
 
-    def __init__(self, frame: Frame, update: Update, *, in_place: bool = False, beside: Exchange | None = None) -> None:
+    def __init__(
+        self,
+        frame: Frame,
+        update: Update,
+        *,
+        in_place: bool = False,
+        beside: Exchange | None = None,
+        table: Callable[[], Tensor] | None = None,
+    ) -> None:
         super().__init__(frame)
-        self.update, self._beside = update, beside
+        self.update, self._beside, self._table = update, beside, table
         self.averages = Averages(frame.layout, frame.ranks.transport, frame.device)
         self.elements = ElementFlags(frame.device)
         self.alone = self.can_capture = in_place and frame.ranks.single and frame.options.nonfinite == "skip"
@@ -63,6 +72,9 @@ class Averaged(Stage):
         if self._beside is not None:
             return self._beside.reducer.verdict.digest
         return None if self.frame.ranks.transport.world_size == 1 else self._digest
+
+    def table(self) -> Tensor:
+        return super().table() if self._table is None else self._table()
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         return (self._update_alone if self.alone else self.average)(grads, coef, abort)

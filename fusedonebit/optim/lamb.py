@@ -16,6 +16,7 @@ from ..core.optimizer import DistributedOptimizer
 from ..core.part import Part
 from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Params, Ranks, Wire
 from ..core.state_tensor import StateTensor
+from ..core.traits import Traits
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
 from .averaging import Averaged
 from .moments import MomentBuffers
@@ -138,9 +139,7 @@ class LambUpdate(Part):
 class AveragedLamb(Algorithm):
     """LAMB on averaged gradients, or on those of a rank alone."""
 
-    settings: ClassVar[type[Options]] = LambOptions
-    columns: ClassVar = COLUMNS
-    compresses: ClassVar = False
+    traits: ClassVar = Traits(LambOptions, columns=COLUMNS, compresses=False)
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
@@ -154,7 +153,7 @@ class AveragedLamb(Algorithm):
         return self._averaged
 
     def layer_stats(self) -> dict[str, list[Any]]:
-        return super().layer_stats() | self.layers.stats_of(self.moments.exp_avg_sq)
+        return self.layers.stats_of(self.moments.exp_avg_sq)
 
 
 class Lamb(DistributedOptimizer):

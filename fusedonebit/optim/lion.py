@@ -16,7 +16,9 @@ from ..core.exchange import VoteExchange
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
+from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
+from ..core.traits import Traits
 from ..triton_kernels import lion_compress
 
 
@@ -29,13 +31,11 @@ class LionOptions(Options):
     recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "aggregation")
 
 
-class Votes(Algorithm):
+class Votes(Algorithm, Stage):
     """Distributed Lion: workers vote on each coordinate's direction, from momenta of their own."""
 
-    settings: ClassVar[type[Options]] = LionOptions
+    traits: ClassVar = Traits(LionOptions, {"one-bit": True}, linear=True, continues=False, shards=False, corrects=True)
     options: LionOptions
-    phases: ClassVar = {"one-bit": True}
-    continues, takes_shards, corrects, linear = False, False, True, True
     weighs, renews = 2, True
     exchange: VoteExchange
 

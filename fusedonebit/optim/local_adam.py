@@ -17,8 +17,9 @@ from ..core.frame import Frame
 from ..core.header import AMOUNT, INT, TABLE, Field, Fields, list_of, or_none
 from ..core.options import Made, stated
 from ..core.scaling import Agreed
-from ..core.settings import Options
+from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
+from ..core.traits import Traits
 from ..triton_kernels import TAIL, Coef, add_values, local_step
 from ..triton_kernels.nouns import Divisor
 from ..triton_kernels.scaling import SQUARES
@@ -35,7 +36,7 @@ from .zero_one_options import ZeroOneOptions
 STEP_SIZE, DECAY = 0, 1  # rows of ``LocalAdam.moved``
 
 
-class LocalAdam(Algorithm):
+class LocalAdam(Algorithm, Stage):
     """0/1 Adam: rounds of workers' own steps.
 
     Attributes:
@@ -53,11 +54,13 @@ class LocalAdam(Algorithm):
     leaks: ClassVar = False
     """Whether weight decay is part of what workers add up, and each step's update is compressed apart."""
 
-    settings: ClassVar[type[Options]] = ZeroOneOptions
+    traits: ClassVar = Traits(
+        ZeroOneOptions,
+        {"uncompressed": True, "one-bit": True, "local": True},
+        shards=False,
+        masters_of_rank=True,
+    )
     options: ZeroOneOptions
-    takes_shards: ClassVar = False
-    masters_of_rank: ClassVar = True
-    phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), True)
     header_fields: ClassVar[Fields] = {
         "settled": Field(TABLE),
         "pending": Field(INT),

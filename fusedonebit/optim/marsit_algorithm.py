@@ -16,8 +16,9 @@ from ..core.exchange import Exchange
 from ..core.frame import Frame
 from ..core.header import COUNT, INT, INT32, POSITIVE, Field, Fields
 from ..core.scaling import Agreed
-from ..core.settings import Options
+from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
+from ..core.traits import Traits
 from ..triton_kernels import TAIL, Coef, FlatLayout, add_values, apply_momentum
 from ..triton_kernels.headers import folded
 from ..triton_kernels.marsit import LocalUpdate
@@ -27,7 +28,7 @@ from .marsit_options import LocalOptions, MarsitAdamOptions, MarsitOptions
 from .rounds import ANCHOR, RoundCount, leaving_out, may_rest
 
 
-class Marsit(Algorithm):
+class Marsit(Algorithm, Stage):
     """Marsit, Algorithm 2, with the local updates of SGD or of Adam.
 
     Attributes:
@@ -35,14 +36,16 @@ class Marsit(Algorithm):
         round: The steps of this round.
     """
 
-    settings: ClassVar[type[Options]] = MarsitOptions
+    traits: ClassVar = Traits(
+        MarsitOptions,
+        {"uncompressed": False, "one-bit": False, "local": False},
+        columns={Coef.GLOBAL_RATIO: "global_ratio"},
+        continues=False,
+        shards=False,
+        masters_of_rank=True,
+    )
     options: LocalOptions
     weighs = 0
-    continues: ClassVar = False
-    takes_shards: ClassVar = False
-    masters_of_rank: ClassVar = True
-    columns: ClassVar = {Coef.GLOBAL_RATIO: "global_ratio"}
-    phases: ClassVar = dict.fromkeys(("uncompressed", "one-bit", "local"), False)
     header_fields: ClassVar[Fields] = {
         "block_size": Field(POSITIVE),
         "line": Field(POSITIVE),
@@ -111,7 +114,7 @@ class Marsit(Algorithm):
             )
 
     def carried(self) -> tuple[int, int, int, int]:
-        self.prepare_to_save()
+        self.exchange.settle()
         reducer = self.reducer
         return reducer.rounds, int(folded(reducer.digest)), reducer.pending, self._counted()
 
@@ -330,4 +333,4 @@ class Marsit(Algorithm):
 class AdaptiveMarsit(Marsit):
     """Marsit, with the local updates of Adam."""
 
-    settings: ClassVar[type[Options]] = MarsitAdamOptions
+    traits: ClassVar = Marsit.traits._replace(settings=MarsitAdamOptions)

@@ -18,7 +18,6 @@ from ..core.settings import (
     Freeze,
     Layerwise,
     Numerics,
-    Options,
     Params,
     Ranks,
     Wire,
@@ -35,10 +34,12 @@ from .two_stage import TwoStage
 class TwoStageLamb(TwoStage):
     """1-bit LAMB: averaged updates of LAMB, then steps in bits, or momentum."""
 
-    settings: ClassVar[type[Options]] = OneBitLambOptions
+    traits: ClassVar = TwoStage.traits._replace(
+        settings=OneBitLambOptions,
+        columns=COLUMNS | {Coef.R_MIN: "r_min", Coef.R_MAX: "r_max", Coef.R_THRESHOLD: "r_threshold"},
+        corrects=False,
+    )
     options: OneBitLambOptions
-    corrects: ClassVar = False
-    columns: ClassVar = COLUMNS | {Coef.R_MIN: "r_min", Coef.R_MAX: "r_max", Coef.R_THRESHOLD: "r_threshold"}
 
     def make_stages(self) -> None:
         frame, options = self.frame, self.options
@@ -46,7 +47,8 @@ class TwoStageLamb(TwoStage):
         update = LambUpdate(frame, self.moments, layers, options.deepspeed)
         kind = FollowedLamb if options.lives else PaperLamb
         self.compression = kind(frame, self.moments, self.warm_up, layers, update)
-        self.averaged = Averaged(frame, update, beside=self.compression.exchange)
+        stage = self.compression
+        self.averaged = Averaged(frame, update, beside=stage.exchange, table=stage.table)
 
 
 class OneBitLamb(DistributedOptimizer):

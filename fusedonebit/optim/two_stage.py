@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..core.algorithm import Algorithm
+from ..core.contents import Contents
 from ..core.frame import Frame
 from ..core.header import AMOUNT, COUNT, TABLE, Field, Fields, list_of, or_none
-from ..core.settings import Freeze, Options
+from ..core.settings import Freeze
 from ..core.stage import Stage
+from ..core.traits import Traits
 from ..errors import warn
 from ..triton_kernels import Coef, freeze, rewarm
 from .averaging import Averaged
@@ -37,9 +39,7 @@ class TwoStage(Algorithm):
         averaged: The first.
     """
 
-    settings: ClassVar[type[Options]] = OneBitOptions
-    corrects: ClassVar = True
-    phases: ClassVar = {"warmup": False, "compression": True}
+    traits: ClassVar = Traits(OneBitOptions, {"warmup": False, "compression": True}, corrects=True)
     header_fields: ClassVar[Fields] = {
         "settled": Field(TABLE),
         "variance_betas": Field(or_none(list_of(AMOUNT)), False, "group"),
@@ -62,13 +62,15 @@ class TwoStage(Algorithm):
         """Make both."""
         self.compression = Compressed(self.frame, self.moments, self.warm_up)
         update = AdamUpdate(self.frame, self.moments)
-        self.averaged = Averaged(self.frame, update, beside=self.compression.exchange)
+        stage = self.compression
+        self.averaged = Averaged(self.frame, update, beside=stage.exchange, table=stage.table)
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         given = arguments["freeze_step"]
         if not isinstance(given, Freeze) or given.warm_start is None:
             return
-        tables = warm_start(self.frame, self.kept(), self.declared(), given.warm_start)
+        contents = Contents(self)
+        tables = warm_start(self.frame, contents.kept(), contents.declared(), given.warm_start)
         self.moments.exp_avg_sq.mul_(self.frame.live.mask())  # the earlier run may have had no mask
         self.warm_up.correct()
         self.compression.begin_warm(tables)
@@ -76,9 +78,6 @@ class TwoStage(Algorithm):
     @property
     def stage(self) -> Stage:
         return self.compression if self.compression.running else self.averaged
-
-    def table(self) -> Tensor:
-        return self.compression.table()
 
     def check_growth(self) -> None:
         if self.compression.running:
@@ -163,8 +162,8 @@ class TwoStage(Algorithm):
         self.averaged.averages.drop()
         self.warm_up.end()
         frame.coefficients.freeze_variance(frame.hyper.taken)
-        compression.variance.begin(dead.mean, self.table())
-        coef, inside, precondition = self.table(), options.eps_inside_sqrt, options.precondition
+        compression.variance.begin(dead.mean, self.compression.table())
+        coef, inside, precondition = self.compression.table(), options.eps_inside_sqrt, options.precondition
         factor = (compression.update_factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
         last = frame.ranks.shards.sum((compression.update_sums(moments.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
@@ -187,7 +186,7 @@ class TwoStage(Algorithm):
         frame.steps.changing = True
         self._renew()
         frame.steps.outcomes.veto_at = None  # a veto that has arrived meanwhile is answered, too
-        layout, reducer, coef = frame.layout, self.compression.exchange.reducer, self.table()
+        layout, reducer, coef = frame.layout, self.compression.exchange.reducer, self.compression.table()
         backlog = self.averaged.averages.make()[: layout.numel]
         reducer.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
@@ -225,7 +224,7 @@ class TwoStage(Algorithm):
         if self.compression.running:
             if self.options.capturable and self.compression.shares_squares:
                 self._renew()  # the next step may be a replay, and no graph does
-                self.table()
+                self.compression.table()
             return
         if (watch := self.warm_up.watch) is not None and self.moments.squares is not None:
             watch.observe(frame.ranks.model.sum(self.moments.squares.sum()), frame.steps.updates)
@@ -233,12 +232,11 @@ class TwoStage(Algorithm):
     # ---------------------------------------------------------------- checkpoints
 
     def settle(self) -> None:
+        if not self.compression.running:
+            return
         with self.frame.steps.whole("a renewal of the variance"):
             self._renew()
-
-    def prepare_to_save(self) -> None:
-        if self.compressed:
-            super().prepare_to_save()
+        super().settle()
 
     def plain_state(self) -> dict[str, Any]:
         outcomes = self.frame.steps.outcomes
@@ -290,9 +288,6 @@ class TwoStage(Algorithm):
         names = self.frame.parameters.called
         return {"vetoed_steps": self.frame.steps.outcomes.vetoed, "dead_tensors": [names[i] for i in dead]}
 
-    def layer_stats(self) -> dict[str, list[Any]]:
-        return super().layer_stats() | self.compression.layer_stats()
-
     def owed(self) -> float:
         """Return the norm of residuals, root mean square over the ranks, over that of the last update."""
         return self.compression.exchange.owed() if self.compression.running else 0.0
@@ -318,7 +313,7 @@ class TwoStage(Algorithm):
         unit = self.compression.unit
         part = part.clone() if unit is None else part / unit[i]
         if self.options.precondition:
-            v, k = self.value_of("exp_avg_sq", i).float(), self.table()[i]
+            v, k = self.value_of("exp_avg_sq", i).float(), self.compression.table()[i]
             part *= denominator(v, k, self.options.eps_inside_sqrt)
         return part
 

@@ -210,7 +210,7 @@ class Ended(NamedTuple):
 
 def in_common(optimizer: Any) -> dict[str, Tensor]:
     """Return parameters, counts and whatever else is no rank's own, in memory of its own."""
-    kept = [each for each in optimizer.algorithm.kept() if each.wanted and not each.of_rank]
+    kept = [each for each in optimizer.contents.kept() if each.wanted and not each.of_rank]
     told = {each.name: each.tensor for each in kept if each.name != "anchor"}
     told |= {f"parameter {i}": p for i, p in enumerate(optimizer.frame.parameters.dense)}
     told |= {"updates": optimizer.frame.steps.updates, "own_steps": optimizer.frame.steps.of_each}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...comm import MarsitAllReduce, Section, Topology, Transport
 from ...comm.rounds import RoundAllReduce
 from ...core.options import check_choice, check_count
-from ...core.settings import NUMERICS, Numerics, Options
+from ...core.settings import NUMERICS, Numerics
 from ...optim.marsit import MarsitOptimizer
 from ...optim.marsit_algorithm import Marsit
 from ...optim.marsit_options import LocalOptions
@@ -69,7 +69,7 @@ class BaselineAdamOptions(BaselineOptions):
 class Baseline(Marsit):
     """Marsit's steps, with another way to agree."""
 
-    settings: ClassVar[type[Options]] = BaselineOptions
+    traits: ClassVar = Marsit.traits._replace(settings=BaselineOptions)
     options: BaselineOptions
 
     def make_reducer(self, transport: Transport, part: Section) -> RoundAllReduce:
@@ -89,7 +89,7 @@ class Baseline(Marsit):
 class AdaptiveBaseline(Baseline):
     """The same, with the local updates of Adam."""
 
-    settings: ClassVar[type[Options]] = BaselineAdamOptions
+    traits: ClassVar = Marsit.traits._replace(settings=BaselineAdamOptions)
 
 
 class BaselineSGD(MarsitOptimizer):

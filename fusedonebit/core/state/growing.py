@@ -74,7 +74,7 @@ class _Kept:
 def grow(optimizer: Owner, add: Callable[[], None]) -> None:
     """Add a group, on all ranks or on none; what is kept of the parameters that were there before stays."""
     frame, carried = optimizer.frame, optimizer.algorithm.carried()
-    kept = _Kept(frame, optimizer.algorithm.kept(), optimizer.state, optimizer.published)
+    kept = _Kept(frame, optimizer.contents.kept(), optimizer.state, optimizer.published)
     plist, groups = frame.parameters, list(optimizer.param_groups)
     outcomes, updates = frame.steps.outcomes, frame.steps.updates
     try:
@@ -87,5 +87,5 @@ def grow(optimizer: Owner, add: Callable[[], None]) -> None:
         frame.given_block_size = None  # a checkpoint's was for the old groups; who has loaded none chooses anew
         optimizer.build()
         frame.steps.outcomes, frame.steps.updates = outcomes, updates
-        kept.put_back(frame, optimizer.algorithm.kept(), optimizer.state)
+        kept.put_back(frame, optimizer.contents.kept(), optimizer.state)
         optimizer.algorithm.has_grown(carried)

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...comm import CollectiveError
 from ...comm.agreement import Fact
 from ...errors import warn
-from ..algorithm import Algorithm
 from ..consensus import failure
+from ..contents import Contents
 from ..frame import Frame
 from ..header import KEY, Fields, is_compressed
 from ..options import OF_GROUPS, numbers
@@ -47,7 +47,7 @@ def load(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
 
     A hook that raises on one rank is an error on all: none goes on as if it had loaded what that one has not.
     """
-    frame, algorithm = optimizer.frame, optimizer.algorithm
+    frame, contents = optimizer.frame, optimizer.contents
     checkpoint = Checkpoint({}, [], [])
     error: Exception | None = None
     try:
@@ -55,9 +55,9 @@ def load(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         # Hooks are about to change tensors on purpose.
         hooked = bool(vars(optimizer)["_optimizer_load_state_dict_pre_hooks"])
-        verified = hooked and _verified(frame, algorithm.declared(), state_dict)
+        verified = hooked and _verified(frame, contents.declared(), state_dict)
         state_dict = call_hooks(optimizer, "load_state_dict_pre", dict(state_dict))
-        checkpoint = examine(algorithm, optimizer.check_group, state_dict, verified)
+        checkpoint = examine(contents, optimizer.check_group, state_dict, verified)
     except CollectiveError:
         raise
     except Exception as caught:
@@ -106,13 +106,13 @@ def _lengths(groups: Groups) -> list[int]:
 
 
 def examine(
-    algorithm: Algorithm, check_group: Callable[..., None], state_dict: Mapping[str, Any], verified: bool = False
+    contents: Contents, check_group: Callable[..., None], state_dict: Mapping[str, Any], verified: bool = False
 ) -> Checkpoint:
     """Return a checkpoint with which an algorithm can go on; raise TypeError or ValueError for another.
 
     ``check_group`` is the optimizer's; of what is ``verified`` no checksums are compared.
     """
-    frame, declared = algorithm.frame, algorithm.declared()
+    frame, declared = contents.frame, contents.declared()
     told: State | None = None
     states: Sequence[State] = ()
     try:
@@ -120,9 +120,9 @@ def examine(
         _check_groups(frame, check_group, state_dict["param_groups"], told is None and "betas" in frame.hyper.names)
         states = by_parameter(frame, state_dict)
         header = _completed(told, states)
-        algorithm.check_header(header)
+        contents.check_header(header)
         _warn(frame, header)
-        entries.check(frame, algorithm.kept(is_compressed(header)), states, header)
+        entries.check(frame, contents.kept(is_compressed(header)), states, header)
         ours = integrity.of_names(states, header["names"])
         if not verified:
             integrity.verify(frame, declared, ours, header)
@@ -238,14 +238,15 @@ def _groups_like(frame: Frame, saved: Groups) -> list[dict[str, Any]]:
 
 def restore(optimizer: Owner, state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Fill an optimizer that is laid out as the one that was saved; it asks no other rank."""
-    frame, states, saved = optimizer.frame, checkpoint.states, state_dict["param_groups"]
+    frame, contents = optimizer.frame, optimizer.contents
+    states, saved = checkpoint.states, state_dict["param_groups"]
     with torch.no_grad():
-        header = _take_counts(frame, optimizer.algorithm.fields(), states, checkpoint.header, saved)
-        optimizer.algorithm.load(header)
-        entries.fill(frame, optimizer.algorithm.kept(is_compressed(header)), states, header)
+        header = _take_counts(frame, contents.fields(), states, checkpoint.header, saved)
+        contents.load(header)
+        entries.fill(frame, contents.kept(is_compressed(header)), states, header)
         if not is_compressed(header) and "masks" in header and frame.masked_otherwise(header):
-            _forget_masked(frame, optimizer.algorithm.kept(False))
-        optimizer.algorithm.loaded(header)
+            _forget_masked(frame, contents.kept(False))
+        contents.loaded(header)
         optimizer.publish_state()
     names = [name for group in saved for name in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..algorithm import Algorithm
+from ..contents import Contents
 from ..frame import Frame
 from ..frame import Owner as Hooked
 
@@ -18,6 +19,7 @@ class Owner(Hooked, Protocol):
 
     frame: Frame
     algorithm: Algorithm
+    contents: Contents
     defaults: dict[str, Any]
     state: Any
     param_groups: list[dict[str, Any]]

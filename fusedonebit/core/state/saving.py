@@ -50,28 +50,28 @@ def call_hooks(optimizer: Owner, kind: str, *state_dict: Any) -> Any:
 
 def save(optimizer: Owner) -> dict[str, Any]:
     """Return what torch's own ``state_dict`` would be, completed."""
-    frame, algorithm = optimizer.frame, optimizer.algorithm
+    frame, algorithm, contents = optimizer.frame, optimizer.algorithm, optimizer.contents
     frame.steps.refuse_if_broken()
     algorithm.catch_up()
-    algorithm.prepare_to_save()
+    algorithm.settle()
     packed = packed_of(optimizer.param_groups, optimizer.state)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
     own = [states[index] for index in frame.parameters.index_of]
-    header = _header(frame, algorithm.phase, algorithm.compressed, algorithm.values())
+    header = _header(frame, algorithm.phase, algorithm.compressed, contents.values())
     for state in own:
         for name in optimizer.published - {"step"}:
             state.pop(name, None)
         # A tensor of its own for each: AdamW counts each up, and a shared one many times.
         state["step"] = state["step"].clone()
     names = {"step"} if own else set()
-    for spec, i in entries.of(frame, algorithm.kept()):
+    for spec, i in entries.of(frame, contents.kept()):
         if spec.is_in(header):
             own[i][spec.name] = entries.saved(frame, spec, i)
             names.add(spec.name)
     header["names"] = sorted(names)
     packed["state"] = states
-    _seal(frame, algorithm.declared(), packed, header, own)
+    _seal(frame, contents.declared(), packed, header, own)
     return packed
 
 
