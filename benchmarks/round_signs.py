@@ -64,8 +64,8 @@ def _sum(updates: list[Tensor], transport: Transport) -> list[Tensor]:
 def _agreement(reduce: RoundAllReduce, updates: list[Tensor], true: list[Tensor]) -> tuple[int, int]:
     """How many coordinates that are not zero have the right sign, and how many there are; nothing is kept."""
     result = reduce(updates, 1.0)
-    reduce.compensated.zero_()
-    reduce.formed()
+    reduce.compensation.whole.zero_()
+    reduce.compensation.formed()
     right = counted = 0
     for i, want in enumerate(true):
         at = reduce.layout.offset(i)

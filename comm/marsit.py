@@ -22,7 +22,7 @@ from ..triton_kernels import FlatLayout, merge_signs, pick_owned, place_owned
 from ..triton_kernels.headers import CHECKED, Flag, Word
 from ..triton_kernels.marsit_signs import hashed, threshold_of
 from .message import Messages, StepContext, layout_word
-from .rounds import Prepare, RoundAllReduce
+from .rounds import Heads, Prepare, RoundAllReduce
 from .transport import Transport
 
 
@@ -58,10 +58,8 @@ class MarsitAllReduce(RoundAllReduce):
         **where: Any,
     ) -> None:
         check_topology(topology, rows, layout.world_size, full_precision_every, seed)
-        super().__init__(layout, transport, **where)
+        super().__init__(layout, transport, full_precision_every=full_precision_every, **where)
         self.topology: Topology = topology
-        self.full_precision_every = full_precision_every
-        self._full_at = 0  # rounds counted before the next of full precision
         self.seed = seed
         self.messages.words[:, Word.LAYOUT] = layout_word(layout, self.messages.nbytes, topology, rows, seed)
         world_size, device = layout.world_size, self.device
@@ -75,22 +73,8 @@ class MarsitAllReduce(RoundAllReduce):
             self._sent = self._picked
         self._owners = torch.zeros(world_size * owners, layout.chunk_bytes, dtype=torch.uint8, device=device)
 
-    def take_back(self, full_precision: bool) -> None:
-        super().take_back(full_precision)
-        if full_precision:
-            self._full_at = min(self._full_at, self.counted)
-
-    def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
-        super().resume(rounds, digest, pending, counted)
-        every = max(1, self.full_precision_every)
-        self._full_at = -(-self.counted // every) * every
-
     def _round(self, prepare: Prepare, context: StepContext) -> tuple[Tensor, Tensor]:
-        if self.full_precision_every > 0 and self.counted >= self._full_at:
-            self._take_back_skipped()
-        self.full_precision = self.full_precision_every > 0 and self.counted >= self._full_at  # Algorithm 1, line 3
-        if self.full_precision:
-            self._full_at = (self.counted // self.full_precision_every + 1) * self.full_precision_every
+        if self.schedule.begin():  # Algorithm 1, line 3
             return self._average(prepare)
         if self.topology == "owner":
             return self._gather_owned(prepare)
@@ -101,7 +85,7 @@ class MarsitAllReduce(RoundAllReduce):
         return self.messages.words, self.messages.words[own]
 
     def _headers(self, moves: bool) -> Tensor:
-        alike = moves or self.full_precision or self.topology == "owner"
+        alike = moves or self.schedule.full_precision or self.topology == "owner"
         return super()._headers(moves) if alike else self.messages.words
 
     # ---------------------------------------------------------------- ring and torus
@@ -139,7 +123,7 @@ class MarsitAllReduce(RoundAllReduce):
     def _draw(self, *where: int) -> int:
         """Return a seed for one draw of one round, 31 bits."""
         word = hashed(self.seed)
-        for number in (self.rounds, *where):
+        for number in (self.schedule.rounds, *where):
             word = hashed(word ^ hashed(number + 1))
         return word
 
@@ -156,24 +140,25 @@ class MarsitAllReduce(RoundAllReduce):
         prepare(self.everything)
         pick_owned(self.messages.bits, self.transport.rank, self._draw(), self._owners, self._picked.bits)
         self.transport.all_gather(self._arrived.buffer, self._picked.buffer)
-        self._arrived_absent = self._arrived.absent
+        arrived = self._arrived
+        self.arrived = Heads(arrived.words, arrived.absent)
         if self.backups:
-            for bits in self._arrived.absent:
+            for bits in arrived.absent:
                 self.messages.absent &= bits
-        place_owned(self._arrived.bits, self._owners, self.messages.bits)
-        self.arrived_words = self._arrived.words
-        return self.arrived_words, self._picked.words[0]
+        place_owned(arrived.bits, self._owners, self.messages.bits)
+        return arrived.words, self._picked.words[0]
 
     # ---------------------------------------------------------------- full precision
 
     def _average(self, prepare: Prepare) -> tuple[Tensor, Tensor]:
         """Algorithm 1, line 11; the headers go first."""
-        self._share = 1.0 / self.layout.world_size  # before the sum: it can't overflow then
+        said = self._said
+        self._said = said._replace(share=1.0 / self.layout.world_size)  # before the sum: it can't overflow then
         prepare(self.everything)
-        self._share = 1.0
+        self._said = said
         words, own = self._gather_headers()
-        self.transport.all_reduce(self._own)
-        self.values = self._own
+        self.values = self.compensation.here
+        self.transport.all_reduce(self.values)
         return words, own
 
     @property

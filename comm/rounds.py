@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
 from ..triton_kernels.headers import Flag, Word, agreed_flags, unfolded, union
-from ..triton_kernels.marsit import ChunkHeaders, Chunks, Compensation, LocalUpdate
+from ..triton_kernels.marsit import ChunkHeaders, Chunks, LocalUpdate
 from ..triton_kernels.nouns import Digest, Places
-from ..triton_kernels.rounds import Left, Received
+from ..triton_kernels.rounds import Received
 from ..triton_kernels.tables import tables_of
 from .absent import Backup, absence, absent_on_all, packed
 from .allreduce import check_world_size
+from .compensation import Schedule, WorkerCompensation
 from .message import OUT_OF_STEP, Messages, StepContext, describe_mismatch, describe_note
 from .partition import Section
 from .reducer import Compress, Reducer
@@ -29,7 +31,33 @@ from .transport import CollectiveError, LocalTransport, Transport
 from .verdict import Verdict
 
 Prepare = Callable[[slice], None]
-"""Adds this worker's update to ``compensated`` and writes its signs, for some chunks."""
+"""Adds this worker's update to what it keeps, and writes its signs, for some chunks."""
+
+
+class Said(NamedTuple):
+    """What a worker says of its own update in a round."""
+
+    number: int = 0
+    """Of the round; with the others part of its headers."""
+    tag: int = 0
+    flags: int = 0
+    misses: bool = False
+    """Whether it has no gradient of some tensor."""
+    share: float = 1.0
+    """How much of v is written."""
+
+
+class Heads(NamedTuple):
+    """What ranks have said of themselves, where that did not travel from hop to hop."""
+
+    words: Tensor | None = None
+    """int32 [W, 8], all headers."""
+    absent: Tensor | None = None
+    """uint8 [W, bytes], bits of tensors of which each has no gradient."""
+    heads: Tensor | None = None
+    """uint8 [W, bytes], both, where they travel alone."""
+    inside: Tensor | None = None
+    """int32 [ranks of a node, 2], numbers and tags of the ranks of this node."""
 
 
 class RoundAllReduce(Reducer):
@@ -40,21 +68,19 @@ class RoundAllReduce(Reducer):
         transport: How messages travel; None for world size 1.
         device: Where everything lies.
         live: Which elements of the whole index space count; None: all but padding.
-        compensation_limit: Largest compensation of a coordinate after a 1-bit round, in steps (eta_s); None:
-            the paper's, without limit.
+        compensation_limit: See ``WorkerCompensation``.
+        full_precision_every: See ``Schedule``.
         part: Which part of a longer index space ``layout`` is; None: all of it. Where ranks of a node have one each
             they gather the results of all: the messages, or the floats.
 
     Attributes:
-        compensated: float32 [P], the vector v of this worker: what it has kept, and its update; 0 where others have it.
+        compensation: What this worker keeps, and its update.
+        schedule: Which rounds there were.
         messages: M messages; their bits are this worker's signs, after a 1-bit round those of the global update.
         gathered: The messages of all parts.
-        everything: All chunks.
         scale: float32 [B]: how far the last round went; 0 if it was skipped.
         values: float32 [P], the global update where it is no signs; else None.
-        full_precision: Whether the last round sent float32.
-        rounds: How many there were, t of the next.
-        counted: Those of them that were not taken back.
+        arrived: What the last round's exchange has told of all ranks.
     """
 
     def __init__(
@@ -65,44 +91,27 @@ class RoundAllReduce(Reducer):
         device: torch.device | str = "cpu",
         live: LiveTable | None = None,
         compensation_limit: float | None = None,
+        full_precision_every: int = 0,
         part: Section | None = None,
     ) -> None:
         self.layout, self.part = layout, part or Section(layout)
         whole, self.largest_gradient = self.part.whole, self.part.largest_gradient
         self.transport: Transport = transport if transport is not None else LocalTransport()
         check_world_size(layout, self.transport)
-        self.device, self.everything = torch.device(device), slice(0, layout.world_size)
+        self.device = torch.device(device)
         self._launch_tables = tables_of(layout, self.device)  # kept: launches of others share it meanwhile
         self.live = live_table(whole).to(self.device) if live is None else live
-        self._live = self.part.live(self.live)
-        self.places = Places.of(layout, self._launch_tables.tensor, self._live)
-        self.compensated = torch.zeros(whole.numel, device=self.device)
-        self._own = self.compensated[self.part.elements]
+        self.places = Places.of(layout, self._launch_tables.tensor, self.part.live(self.live))
+        self.compensation = WorkerCompensation(self.part, self.device, compensation_limit)
+        self.schedule = Schedule(full_precision_every)
         self.scale = torch.zeros(whole.n_blocks, device=self.device)
-        self._tensor_of_all = tables_of(whole, self.device).tensor
-        # Of v, and its bound, until the compensation is formed.
-        self._taken_of_all = torch.zeros_like(self.scale)
-        self._limit_of_all = torch.full_like(self.scale, torch.inf)
-        self._taken, self._limit = self._taken_of_all[self.part.blocks], self._limit_of_all[self.part.blocks]
-        if compensation_limit is not None and not 0 <= compensation_limit < math.inf:
-            raise ValueError(f"compensation_limit must be a finite number >= 0 or None, got {compensation_limit!r}")
-        self.compensation_limit = compensation_limit
         self.messages = Messages(layout.world_size, 0, layout, self.device)
         self._sent = self.messages  # whose headers are sent
-        self._header = 0, 0, 0
-        self._share = 1.0  # of v, that is written
+        self._said = Said()
         self.gathered = self.messages if layout is whole else Messages(whole.world_size, 0, whole, self.device)
         self.values: Tensor | None = None
-        self.full_precision = False
-        self.rounds = 0
-        self.counted = 0
-        self._skipped: Tensor | int = 0  # 1-bit rounds of ``__call__`` that are counted still
         self.verdict = Verdict(self.device, torch.zeros(1, dtype=torch.int64, device=self.device))
-        self.arrived_words: Tensor | None = None
-        self._arrived_absent: Tensor | None = None
-        self.arrived_heads: Tensor | None = None  # of all ranks, where headers travel alone
-        self._words_inside: Tensor | None = None
-        self._had_missing = False
+        self.arrived = Heads()
         self.backups: list[Backup] = []
 
     def __call__(self, tensors: Sequence[Tensor], step: float, *, tag: int = 0, abort: bool = False) -> Tensor:
@@ -131,10 +140,7 @@ class RoundAllReduce(Reducer):
 
         tag = zlib.crc32(repr((tag, float(step))).encode()) & 0x7FFFFFFF
         self.synchronise(add, StepContext(tag=tag, abort=abort or error is not None, coef=coef))
-        if not self.full_precision:
-            self._skipped = self._skipped + (self.flags != 0)  # read when it matters: no round waits for its flags
-        elif bool(self.flags):
-            self.take_back(full_precision=True)
+        self.schedule.skip(self.flags)
         if error is not None:
             raise error
         return self.result()
@@ -166,8 +172,8 @@ class RoundAllReduce(Reducer):
         step: LocalUpdate,
         hold: Tensor,
     ) -> None:
-        """Add this worker's update to ``compensated``, for some chunks: the op ``local_update``; of whole tensors."""
-        here = self.part.elements
+        """Add this worker's update to what it keeps, for some chunks: the op ``local_update``; of whole tensors."""
+        here, said = self.part.elements, self._said
         local_update(
             self.part.pieces(params),
             self.part.gradients(grads),
@@ -175,12 +181,12 @@ class RoundAllReduce(Reducer):
             Chunks(chunks.start, chunks.stop),
             None if exp_avg is None else exp_avg[here],
             None if exp_avg_sq is None else exp_avg_sq[here],
-            Compensation(self._own, self._taken, self._limit),
+            self.compensation.read,
             self.messages.bits,
             coef,
-            step._replace(share=self._share),
+            step._replace(share=said.share),
             hold,
-            ChunkHeaders(self._headers(step.moves), *self._header, self.digest),
+            ChunkHeaders(self._headers(step.moves), said.number, said.tag, said.flags, self.digest),
         )
 
     def _headers(self, moves: bool) -> Tensor:
@@ -194,13 +200,12 @@ class RoundAllReduce(Reducer):
             tables = absence(self.layout, missing, self.device)
             for each in {self.messages, self._sent}:
                 each.absent.copy_(tables.bits)
-            elements = [self._own, *(values[self.part.elements] for values in changed)]
-            bits, of_blocks = [self.messages.bits], [self._taken, self._limit]
+            elements = [self.compensation.here, *(values[self.part.elements] for values in changed)]
+            bits, of_blocks = [self.messages.bits], self.compensation.tables
             self.backups = [Backup(tables.rows, self.places.block_tensor, elements, bits=bits, tables=of_blocks)]
-        elif self._had_missing:  # bits of the round before
+        elif self._said.misses:  # bits of the round before
             for each in {self.messages, self._sent}:
                 each.absent.zero_()
-        self._had_missing = bool(missing)
 
     def restore(self, absent: Tensor) -> None:
         for backup in self.backups:
@@ -209,51 +214,40 @@ class RoundAllReduce(Reducer):
 
     def synchronise(self, compress: Compress, context: StepContext) -> None:
         assert context.coef is not None
-        number = self.rounds & 0x7FFFFFFF if context.number is None else context.number
+        number = self.schedule.rounds & 0x7FFFFFFF if context.number is None else context.number
         assert isinstance(number, int)  # rounds are in no CUDA graph
         self._keep(context.missing, context.changed)
-        self._header = number, context.tag, int(Flag.ABORT) * context.abort
-        self.values = self.arrived_words = None
-        self._arrived_absent = self.arrived_heads = None
+        self._said = Said(number, context.tag, int(Flag.ABORT) * context.abort, bool(context.missing))
+        self.values, self.arrived = None, Heads()
         words, own = self._round(lambda chunks: compress(self, chunks), context)
         self._close(words, own, context)
         self.verdict.absent = None
         if self.backups:
-            absent = self.messages.absent if self._arrived_absent is None else self._arrived_absent
+            absent = self.messages.absent if self.arrived.absent is None else self.arrived.absent
             self.verdict.absent = absent_on_all(absent, len(self.layout.sizes), self.flags)
         self.part.forget()
         if self.part.inside.world_size > 1:
             self._gather_inside(bool(context.missing))
-        self.rounds += 1
-        self.counted += 1
-
-    def take_back(self, full_precision: bool) -> None:
-        """Take a round back, maybe one of full precision, that is known to have been skipped: it does not count."""
-        self.counted -= 1
-
-    def _take_back_skipped(self) -> None:
-        """Take back what ``__call__`` has left to be; waits for the device where it has made a 1-bit round since."""
-        self.counted -= int(self._skipped)
-        self._skipped = 0
+        self.schedule.end()
 
     def _close(self, words: Tensor, own: Tensor, context: StepContext) -> None:
         """Make ``flags`` of all headers, and note how far the global update goes: ``add`` forms the compensation."""
         assert context.coef is not None
-        most, verdict = self.compensation_limit, self.verdict
+        most, verdict = self.compensation.most, self.verdict
         summed = self.messages.front if context.sums else self.messages.buffer
         if self.values is not None:
             summed = self.values.view(self.layout.world_size, -1).view(torch.uint8)
             # After full precision nothing is kept (Algorithm 1, line 12), unless all have skipped it: then the mean is.
-            most = 0.0 if self.full_precision else None
+            most = 0.0 if self.schedule.full_precision else None
         close_round(
-            Received(words, own, summed, self.arrived_heads),
+            Received(words, own, summed, self.arrived.heads),
             context.coef,
-            self._tensor_of_all,
+            self.compensation.block_tensor,
             context.steps,
             math.inf if most is None else most,
             self.values is None,
             verdict.none if context.hold is None else context.hold,
-            Left(self.scale, self._taken_of_all, self._limit_of_all),
+            self.compensation.left(self.scale),
             Digest(self.digest, verdict.total, context.updates),
             verdict.flags,
             verdict.ticket,
@@ -262,14 +256,9 @@ class RoundAllReduce(Reducer):
     def keep_back(self, tensors: Tensor) -> None:
         """Take ``tensors``, bool [tensors], out of a round of full precision, whose mean is their compensation then."""
         assert self.values is not None
-        stays = tensors[self._tensor_of_all]
-        self._limit_of_all.masked_fill_(stays, torch.inf)
+        stays = tensors[self.compensation.block_tensor]
+        self.compensation.keep(stays)
         self.values = self.values.view(len(stays), -1).masked_fill(stays[:, None], 0.0).view(-1)
-
-    def formed(self) -> None:
-        """Note that the compensation of the last round has been formed."""
-        self._taken.zero_()
-        self._limit.fill_(torch.inf)
 
     def _round(self, prepare: Prepare, context: StepContext) -> tuple[Tensor, Tensor]:
         """Make the global update; return all headers, int32 [M, 8], and this rank's, [8]."""
@@ -296,17 +285,22 @@ class RoundAllReduce(Reducer):
         rows = own.new_empty(inside.world_size, len(own))
         inside.all_gather(rows, own[None])
         self.heard(rows)
-        self._words_inside = rows[:, :2]
+        self.arrived = self.arrived._replace(inside=rows[:, :2])
         self.refuse(union(rows[:, 2], rows[:, :2] != own[:2]))
         absent = rows[:, 3:].contiguous().view(torch.uint8)
         self.verdict.absent = absent_on_all(absent, len(self.layout.sizes), self.flags) if some_missing else None
         sent, gathered = self.messages.buffer, self.gathered.buffer
         if self.values is not None:
-            sent, gathered = self.values, torch.empty_like(self.compensated)
+            sent, gathered = self.values, torch.empty_like(self.compensation.whole)
             self.values = gathered
         inside.all_gather(gathered.view(inside.world_size, -1), sent.view(1, -1))
         if self.values is not None:  # of bits ``apply_momentum`` adds those of all parts
             self.heard(gathered)
+
+    @property
+    def everything(self) -> slice:
+        """Return all chunks."""
+        return slice(0, self.layout.world_size)
 
     @property
     def digest(self) -> Tensor:
@@ -316,21 +310,21 @@ class RoundAllReduce(Reducer):
 
     def describe(self) -> str:
         where = ""
-        if self._words_inside is not None:
+        words, inside = self.arrived.words, self.arrived.inside
+        if inside is not None:
             where = "on some node: "
-            step, tag = (self._words_inside != self._words_inside[:1]).any(0).tolist()
+            step, tag = (inside != inside[:1]).any(0).tolist()
             if step or tag:
                 steps = f"number of steps ({OUT_OF_STEP})"
                 return f"{steps if step else 'hyper-parameters'} on ranks of one node"
-        if self.arrived_words is not None:
-            return where + describe_mismatch(self.arrived_words)
+        if words is not None:
+            return where + describe_mismatch(words)
         return where + describe_note(int(union(self.messages.words[:, Word.SIGNAL])))
 
     def resume(self, rounds: int, digest: int, pending: int, counted: int | None = None) -> None:
-        """Take up a checkpoint's counts; ``compensated`` is filled apart."""
-        self.rounds = rounds
+        """Take up a checkpoint's counts; the compensation is filled apart."""
+        self.schedule.resume(rounds, counted)
         self._sent.words[0, Word.FLAGS] = pending
-        self.counted, self._skipped = rounds if counted is None else counted, 0
         self.digest.fill_(unfolded(digest))
 
     @property
@@ -347,8 +341,7 @@ class RoundAllReduce(Reducer):
         # Values of other lengths would follow, which ends a process or hangs. (Elsewhere, reading would wait.)
         if self.device.type == "cpu" and len(set(words[:, Word.LAYOUT].tolist())) > 1:
             raise CollectiveError(f"ranks can't average: they differ in the {describe_mismatch(words)}")
-        self.arrived_words, self._arrived_absent = words, arrived[:, len(Word) :].view(torch.uint8)
-        self.arrived_heads = arrived.view(torch.uint8)
+        self.arrived = Heads(words, arrived[:, len(Word) :].view(torch.uint8), arrived.view(torch.uint8))
         return words, own[0, : len(Word)]
 
     def refuse(self, flags: Tensor) -> None:
@@ -356,16 +349,12 @@ class RoundAllReduce(Reducer):
         kept = (known != 0) | (flags == 0)
         known |= flags
         self.scale *= kept
-        self._taken_of_all *= kept
-        self._limit_of_all.masked_fill_(~kept, torch.inf)
+        self.compensation.refuse(kept)
 
     # ---------------------------------------------------------------- what people look at
 
     def settle(self) -> None:
-        sent = self.signs().mul_(self._taken[:, None])
-        left = rules.compensation(self._own.view_as(sent), sent, self._limit[:, None]).view(-1)
-        self._own.copy_(torch.where(self._live.mask(), left, 0.0))
-        self.formed()
+        self.compensation.form(self.signs(), self.part.live(self.live).mask())
 
     @property
     def bits(self) -> Tensor:
@@ -386,4 +375,5 @@ class RoundAllReduce(Reducer):
 
     def state(self) -> list[Tensor]:
         messages = self.messages.buffer, self.gathered.buffer
-        return [self.compensated, self._taken, self._limit, *messages, self.places.block_tensor, *self.live]
+        kept = self.compensation
+        return [kept.whole, *kept.tables, *messages, self.places.block_tensor, *self.live]

@@ -54,7 +54,7 @@ def aggregate(
     seen = []
     for t in range(rounds):
         update = reduce(vectors(world_size, t)[rank], STEP)
-        seen.append((split(layout, update), split(layout, reduce.compensated)))
+        seen.append((split(layout, update), split(layout, reduce.compensation.whole)))
     return seen
 
 

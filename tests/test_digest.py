@@ -87,7 +87,7 @@ def as_told(optimizer: Any) -> list[bool]:
     reducer, skipped = optimizer.algorithm.exchange.reducer, bool(optimizer.algorithm.exchange.reducer.flags)
     updates = int(optimizer.frame.steps.updates) - (not skipped)
     if getattr(reducer, "values", None) is not None:  # floats, and headers that have travelled before
-        received = [torch.cat([reducer.values.view(torch.int64), reducer.arrived_heads.view(torch.int64).view(-1)])]
+        received = [torch.cat([reducer.values.view(torch.int64), reducer.arrived.heads.view(torch.int64).view(-1)])]
     else:
         received = reducer.gathered.buffer.chunk(len(reducer.verdict.digest))
     return [

@@ -226,7 +226,7 @@ def test_alone_as_well_rounds_of_full_precision_do_not_count_those_that_were_ski
         for attempt in range(14):
             bad = rank == 1 and attempt in skipped
             update = reduce([torch.full((3,), torch.nan if bad else 1.0)], 0.1)
-            full.append(reduce.full_precision)
+            full.append(reduce.schedule.full_precision)
             assert bool(update.any()) == (attempt not in skipped)
         return full
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from ..comm import (
 )
 from ..comm.reducer import Compress
 from .arrivals import Arrivals, take_away
+from .background import Background
 from .frame import Frame, Owner
 from .settings import Options
 from .step_count import as_word
@@ -84,6 +86,24 @@ def make_reducer(
     return OverlappedAllReduce(stage, ranks.apart, **shared)
 
 
+@dataclass
+class BackwardPass:
+    """What is known of the gradients of one step."""
+
+    waiting: list[int]
+    """Of each bucket how many of its gradients are still to come."""
+    next: int
+    """Which bucket is sent next."""
+    seen: set[int] = field(default_factory=set)
+    """Whose gradients are there."""
+    coef: Tensor | None = None
+    """The coefficients of the step, once the first bucket has taken them."""
+    left: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    """Gradients as the pass has left them, and their versions."""
+    error: Exception | None = None
+    """What has gone wrong on this rank."""
+
+
 class OverlappedAllReduce(Arrivals, BucketedAllReduce):
     """Watches gradients arrive, and starts buckets, the last first, while the backward pass goes on.
 
@@ -101,16 +121,11 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             [bucket for bucket, each in enumerate(self.parts) if each.layout.sizes[i]]
             for i in range(len(self.layout.sizes))
         ]
-        cuda = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if cuda else None
-        threaded = not cuda and isinstance(transport, TorchTransport)
-        self._thread = ThreadPoolExecutor(1, "fusedonebit-overlap") if threaded else None
-        self._pending: list[Future[None]] = []
-        self._in_use: list[Any] = []
+        self._background = Background(self.device, isinstance(transport, TorchTransport))
         handles = self.watch(stage.frame.parameters.owners)
         handles.append(owner.register_load_state_dict_pre_hook(_idle_check(weakref.ref(self))))
         # Not of this object: a bucket that is under way keeps it alive.
-        self._finalizer = weakref.finalize(owner, _take_away, handles, self._thread)
+        self._finalizer = weakref.finalize(owner, _take_away, handles, self._background.thread)
         self._forget()
 
     @property
@@ -121,7 +136,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
     def write(self, compress: Compress, context: StepContext) -> None:
         """Wait for what the backward pass has sent, and average the rest; ``error`` is what went wrong there."""
         self._check_gradients()
-        error = self._found
+        error = self._pass.error
         self._catch_up()
         stage = self._stage()
         if stage is not None and any(value is not None for value in stage.frame.loss_scale):
@@ -137,13 +152,12 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
 
     def wait(self) -> None:
         """Wait until the thread has sent what it was given."""
-        wait(self._pending)
+        self._background.wait()
 
     def close(self) -> None:
         """Take the hooks away, and end the thread once it is done."""
         self._finalizer()
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._background.close()
 
     @property
     def broken(self) -> bool:
@@ -158,12 +172,8 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         self._paused = resting
 
     def _forget(self) -> None:
-        self._seen: set[int] = set()
-        self._waiting = [sum(bucket in buckets for buckets in self._buckets_of) for bucket in range(self.count)]
-        self._next = self.count - 1
-        self._coef: Tensor | None = None
-        self._left_behind: dict[int, tuple[Tensor, int]] = {}
-        self._found: Exception | None = None
+        waiting = [sum(bucket in buckets for buckets in self._buckets_of) for bucket in range(self.count)]
+        self._pass = BackwardPass(waiting, self.count - 1)
 
     def arrived(self, i: int) -> None:
         """Take note that the gradient of parameter ``i`` is there."""
@@ -174,72 +184,59 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         owner.begin_step()
         if not stage.running:
             return
-        if i in self._seen:
-            self._found = self._found or RuntimeError(
+        this = self._pass
+        if i in this.seen:
+            this.error = this.error or RuntimeError(
                 f"the gradient of {stage.frame.parameters.called[i]} has changed in a second backward pass before "
                 "step(): with Wire(overlap=True) the first has been sent by now; wrap all but the last in "
                 "optimizer.no_sync()"
             )
             return
-        if not self._seen:
+        if not this.seen:
             _after_backward(weakref.WeakMethod(self._note_versions))
-        self._seen.add(i)
+        this.seen.add(i)
         for bucket in self._buckets_of[i]:
-            self._waiting[bucket] -= 1
-        while self._next > 0 and self._waiting[self._next] == 0:
+            this.waiting[bucket] -= 1
+        while this.next > 0 and this.waiting[this.next] == 0:
             with stage.frame.steps.whole("a backward pass that sends buckets"):
-                self._start(stage, owner, self._next)
-                self._next -= 1
+                self._start(stage, owner, this.next)
+                this.next -= 1
 
     def _start(self, stage: Sends, owner: Owner, bucket: int) -> None:
         plist, nothing = stage.frame.parameters, stage.frame.nothing
-        grads = [nothing] * len(self._buckets_of)
+        grads, this = [nothing] * len(self._buckets_of), self._pass
         try:
-            if self._coef is None:
+            if this.coef is None:
                 owner.take_hyper_parameters()
-                self._coef = stage.table()
+                this.coef = stage.table()
             members = [i for i, buckets in enumerate(self._buckets_of) if bucket in buckets]
             for i in members:
                 grads[i] = plist.gradient(i, nothing)
             grads = plist.usable(grads, nothing)
         except Exception as error:  # the others must not wait for this rank
-            self._found = self._found or error
+            this.error = this.error or error
             grads = [nothing] * len(self._buckets_of)
-        coef = self._coef if self._coef is not None else stage.table()
-        compress = stage.compressing(grads, coef)
+        compress = stage.compressing(grads, this.coef if this.coef is not None else stage.table())
         # Now, not in the thread: until that comes to it somebody may have set another learning rate, and its tag.
         coming = as_word(stage.frame.steps.count.coming)
-        context = stage.context(self._found is not None)._replace(number=coming, missing=())
+        context = stage.context(this.error is not None)._replace(number=coming, missing=())
         self.under_way.add(bucket)
-        # The other stream may still read them when nobody else has them any more: gradients are copies where their
-        # memory order is another than the parameter's.
-        self._in_use.append((compress, context))
-        self._run(lambda: self.start(bucket, compress, context))
-
-    def _run(self, job: Callable[[], None]) -> None:
-        job = torch.no_grad()(job)  # of each thread
-        if self._thread is not None:
-            self._pending.append(self._thread.submit(job))
-        elif self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                job()
-        else:
-            job()
+        # Gradients are copies where their memory order is another than the parameter's: nobody else may have them.
+        self._background.run(lambda: self.start(bucket, compress, context), compress, context)
 
     def _note_versions(self) -> None:
         if (stage := self._stage()) is not None:
             owners = stage.frame.parameters.owners
-            self._left_behind = {i: (g, g._version) for i in self._seen if (g := owners[i].grad) is not None}
+            self._pass.left = {i: (g, g._version) for i in self._pass.seen if (g := owners[i].grad) is not None}
 
     def _check_gradients(self) -> None:
         """Note an error if somebody has changed a gradient since the backward pass has left it behind, and sent it."""
         stage = self._stage()
         assert stage is not None
         plist = stage.frame.parameters
-        for i, (grad, version) in self._left_behind.items():
+        for i, (grad, version) in self._pass.left.items():
             if plist.owners[i].grad is not grad or grad._version != version:
-                self._found = self._found or RuntimeError(
+                self._pass.error = self._pass.error or RuntimeError(
                     f"the gradient of {plist.called[i]} was changed or dropped between the backward "
                     "pass and step(): with Wire(overlap=True) it has been sent by now. Clip, scale or drop gradients "
                     "with Wire(overlap=False) only; the guard refuses outliers"
@@ -252,12 +249,8 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
         Raises:
             CollectiveError: if one of them failed.
         """
-        pending, self._pending = self._pending, []
         self._forget()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._in_use.clear()
-        errors = [error for future in pending if (error := future.exception()) is not None]  # waits for all of them
+        errors = self._background.join()
         if errors:
             self.under_way.clear()
             first = errors[0]

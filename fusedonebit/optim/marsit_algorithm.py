@@ -116,7 +116,7 @@ class Marsit(Algorithm, Stage):
     def carried(self) -> tuple[int, int, int, int]:
         self.exchange.settle()
         reducer = self.reducer
-        return reducer.rounds, int(folded(reducer.digest)), reducer.pending, self._counted()
+        return reducer.schedule.rounds, int(folded(reducer.digest)), reducer.pending, self._counted()
 
     def has_grown(self, carried: Any) -> None:
         self.reducer.resume(*carried)
@@ -129,7 +129,7 @@ class Marsit(Algorithm, Stage):
 
     def _settle_round(self, this: bool, skipped: bool) -> None:
         if skipped:
-            self.reducer.take_back(full_precision=this)
+            self.reducer.schedule.take_back(full_precision=this)
 
     @property
     def synchronised(self) -> bool:
@@ -164,14 +164,14 @@ class Marsit(Algorithm, Stage):
         # Algorithm 2, line 5. Algorithm 1, lines 2 to 9: on their way from worker to worker the signs of all become
         # one sign per coordinate; line 11: in rounds of full precision the mean of all is taken. That is g_t.
         self.exchange.synchronise(add, context, coef)
-        if reducer.full_precision and may_rest(frame):
+        if reducer.schedule.full_precision and may_rest(frame):
             reducer.keep_back(coef[:, Coef.LR] == 0.0)
         # Algorithm 2, line 6: x = x - g_t; of several local steps from the x that all had before.
         self._apply()
         # Nothing to do here for Algorithm 1, line 10: c = v - g_t is formed when v is next read; line 12: after full
         # precision c = 0.
-        self.phase = "uncompressed" if reducer.full_precision else "one-bit"
-        this.end(reducer.full_precision)
+        self.phase = "uncompressed" if reducer.schedule.full_precision else "one-bit"
+        this.end(reducer.schedule.full_precision)
         flags = self.exchange.restore_absent()
         if frame.absent is not None:  # the round's other steps, too, were none of these tensors
             frame.steps.of_each -= frame.absent * steps_alone
@@ -241,7 +241,7 @@ class Marsit(Algorithm, Stage):
             StateTensor("momentum_buffer", "element", self.exp_avg, **own, wanted=self._has_momentum),
             StateTensor("exp_avg", "element", self.exp_avg, **own, wanted=self._adam),
             StateTensor("exp_avg_sq", "element", self.exp_avg_sq, **own, wanted=self._adam, not_negative=True),
-            StateTensor("compensation", "element", self.reducer.compensated, **own),
+            StateTensor("compensation", "element", self.reducer.compensation.whole, **own),
             StateTensor(
                 "anchor", "element", self._round_start, **ANCHOR, wanted=self.options.local_steps > 1, published=True
             ),
@@ -259,11 +259,13 @@ class Marsit(Algorithm, Stage):
     def _counted(self) -> int:
         """Return how many rounds were not skipped, as far as this rank knows."""
         outcomes = self.frame.steps.outcomes
-        return self.reducer.counted - sum(outcomes.seems_skipped(attempt) for attempt, _ in self.round.unsettled)
+        return self.reducer.schedule.counted - sum(
+            outcomes.seems_skipped(attempt) for attempt, _ in self.round.unsettled
+        )
 
     def plain_state(self) -> dict[str, Any]:
         reducer = self.reducer
-        rounds = {"rounds": reducer.rounds, "counted": self._counted(), "digest": int(folded(reducer.digest))}
+        rounds = {"rounds": reducer.schedule.rounds, "counted": self._counted(), "digest": int(folded(reducer.digest))}
         return rounds | {"flags": reducer.pending}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
@@ -305,12 +307,12 @@ class Marsit(Algorithm, Stage):
     def compensation_norm(self) -> float:
         """Return the norm of this rank's compensation; reads and writes it once."""
         self.exchange.settle()
-        return float(self.reducer.compensated.norm())
+        return float(self.reducer.compensation.whole.norm())
 
     def owed(self) -> float:
         """Return the norm of this rank's compensation over that of the last update."""
         self.reducer.settle()
-        norm, update = float(self.reducer.compensated.norm()), float(self.reducer.result().norm())
+        norm, update = float(self.reducer.compensation.whole.norm()), float(self.reducer.result().norm())
         return norm / update if update > 0 else math.inf if norm > 0 else 0.0
 
     def momentum(self, param: Tensor) -> Tensor:
@@ -321,7 +323,7 @@ class Marsit(Algorithm, Stage):
         return frame.parameters.shaped(self.exp_avg, i, frame.layout.offset(i)).clone()
 
     def stats(self) -> dict[str, Any]:
-        return {"rounds": self.reducer.rounds}
+        return {"rounds": self.reducer.schedule.rounds}
 
     def described(self) -> list[str]:
         options = self.options

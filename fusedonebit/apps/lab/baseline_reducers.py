@@ -60,9 +60,9 @@ class HopBaseline(RoundAllReduce):
     def _round(self, prepare: Prepare, context: StepContext) -> tuple[Tensor, Tensor]:
         prepare(self.everything)
         words, own = self._gather_headers()
-        update, kept = self._aggregate(self.compensated, self._step_of(context))
-        self.values = update * self._live.mask()
-        self.compensated.copy_(torch.where(self._is_taken(words, own, context), kept, self.compensated))
+        update, kept = self._aggregate(self.compensation.whole, self._step_of(context))
+        self.values = update * self.part.live(self.live).mask()
+        self.compensation.whole.copy_(torch.where(self._is_taken(words, own, context), kept, self.compensation.whole))
         return words, own
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class HopBaseline(RoundAllReduce):
 
     def _generator(self) -> torch.Generator:
         """Return what this worker draws its random numbers of this round from."""
-        seed = (self.seed * 1_000_003 + self.rounds) * 4099 + self.transport.rank
+        seed = (self.seed * 1_000_003 + self.schedule.rounds) * 4099 + self.transport.rank
         return torch.Generator(self.device).manual_seed(seed % 2**63)
 
     # ---------------------------------------------------------------- sums of signs, from hop to hop
@@ -163,7 +163,7 @@ class ErrorFeedback(HopBaseline):
         s = self._by_element((scale / self.layout.world_size)[blocks])
         positive = v >= 0
         mean = self._sum_of_signs(positive) / self.layout.world_size
-        return s * mean, (v - torch.where(positive, s, -s)) * self._live.mask()
+        return s * mean, (v - torch.where(positive, s, -s)) * self.part.live(self.live).mask()
 
 
 class StochasticSign(HopBaseline):
@@ -182,7 +182,7 @@ class Cascading(HopBaseline):
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         values, draw = v.view(self.layout.world_size, -1).clone(), self._generator()
-        counts = self._live.mask().view_as(values)  # padding must not swell the norms
+        counts = self.part.live(self.live).mask().view_as(values)  # padding must not swell the norms
         message = torch.empty(0, dtype=torch.uint8, device=self.device)
         for stage in self._stages:
             message = self._compress(values[stage.first], draw)
