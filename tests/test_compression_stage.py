@@ -19,6 +19,7 @@ from benchmarks.shapes import MODELS, bert_large, sizes
 from fusedonebit import OneBitAdam
 from fusedonebit.comm import Messages, Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.core.settled import SettledNumerics
 from fusedonebit.triton_kernels import FlatLayout, ScaleScope, choose_block_size
 
 
@@ -109,7 +110,7 @@ def count_collectives(
         with CollectiveCounter() as counter:
             train(optimizer, rank, 1, start=2 + step)
         stats = optimizer.stats()
-        message = message_bytes(optimizer.frame.layout, optimizer.frame.options.scale_scope)
+        message = message_bytes(optimizer.frame.layout, optimizer.frame.options.numerics.scale_scope)
         counts.append((len(counter.names), stats["collectives_step"], stats["bytes_step"], message))
     assert optimizer.phase == "compression"
     return counts
@@ -127,7 +128,7 @@ def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tenso
             assert sent == 2 * message
 
 
-DEFAULT_SCOPE: ScaleScope = OneBitAdam.kind.traits.settings.scale_scope
+DEFAULT_SCOPE: ScaleScope = SettledNumerics().scale_scope
 
 
 def wire_bytes(counts: tuple[int, ...], world_size: int, scale_scope: ScaleScope) -> int:

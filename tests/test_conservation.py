@@ -65,7 +65,7 @@ def denominators(optimizer: DistributedOptimizer) -> np.ndarray:
     """What preconditioned momentum was divided by; of the frozen variance."""
     group, params = optimizer.param_groups[0], parameters(optimizer)
     v = flat([optimizer.state[p]["exp_avg_sq"] for p in params]).astype(float)
-    corrected = optimizer.frame.options.lives or not optimizer.frame.options.bias_correction
+    corrected = optimizer.frame.options.lives or not optimizer.frame.options.numerics.bias_correction
     correction = 1.0 if corrected else 1 - group["betas"][1] ** WARMUP
     return np.sqrt(v / correction) + group["eps"]
 
@@ -83,7 +83,7 @@ def look(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     state["c"] = unit(optimizer, state["layer"])
     for key in ("m", "worker_error"):
         state[key] = state[key] * state["c"] if state[key].size else state[key]
-    if optimizer.frame.options.precondition and optimizer.phase == "compression":
+    if optimizer.frame.options.numerics.precondition and optimizer.phase == "compression":
         state["server_error"] = state["server_error"] * denominators(optimizer)[served(optimizer)]
     return state
 

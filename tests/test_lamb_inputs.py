@@ -130,10 +130,11 @@ def test_all_of_a_deepspeed_config_is_carried_over():
         optimizer = from_deepspeed(config)
         assert {key: optimizer.param_groups[0][key] for key in expected} == expected
         options = optimizer.frame.options
-        assert (options.freeze_step, options.variant, options.layerwise) == (49, "deepspeed", "adaptive")
-        assert (options.scales_momentum, options.scale_norm, options.bias_correction) == (True, "l2", False)
-        assert (options.precondition, options.scale_scope, options.least_share) == (False, "global", 0.0)
-        assert (options.dead_coordinates, options.guard) == ("keep", "off")
+        numerics = options.numerics
+        assert (options.freeze_step, options.variant, options.algorithm) == (49, "deepspeed", "adaptive")
+        assert (options.scales_momentum, numerics.scale_norm, numerics.bias_correction) == (True, "l2", False)
+        assert (numerics.precondition, numerics.scale_scope, options.least_share) == (False, "global", 0.0)
+        assert (numerics.dead_coordinates, options.faults.guard) == ("keep", "off")
 
 
 def test_what_a_deepspeed_config_leaves_out_is_deepspeeds_own():

@@ -34,7 +34,7 @@ def bad_number(
 ) -> dict[str, Any]:
     """A number that is not finite, on the last rank, ``at`` steps after a round has begun."""
     optimizer = MARSIT[name](make(), 1e-2, nonfinite=nonfinite, compensation_limit=None, **options)
-    local_steps = optimizer.frame.options.local_steps
+    local_steps = optimizer.frame.options.rounds.local_steps
     train(optimizer, rank, steps * local_steps)
     before, start, step = fingerprint(parameters(optimizer)), kept(optimizer), steps * local_steps
     momenta = [optimizer.momentum(p) for p in parameters(optimizer)]
@@ -242,7 +242,7 @@ def test_a_rank_out_of_step_is_the_same_error_on_every_rank(topology, world_size
 def fail_on_one_rank(rank: int, world_size: int, options: dict, at: int) -> tuple[list[type | None], str, str, int]:
     """Rank 1 has a gradient that can't be used ``at`` steps after a round has begun."""
     optimizer = MarsitSGD(make(), 1e-2, **objects(**options))
-    local_steps = optimizer.frame.options.local_steps
+    local_steps = optimizer.frame.options.rounds.local_steps
     train(optimizer, rank, 2 * local_steps)
     before, kinds, message = fingerprint(parameters(optimizer)), [], ""
     for position in range(local_steps):

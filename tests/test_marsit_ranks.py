@@ -51,7 +51,7 @@ def train(
     """What this rank has after each step."""
     optimizer = MARSIT[name](make(), 1e-2, weight_decay=0.1, process_group=group, **options)
     seen: dict[str, Any] = {"phases": [], "prints": [], "largest": [], "own": []}
-    for step in range(rounds * optimizer.frame.options.local_steps):
+    for step in range(rounds * optimizer.frame.options.rounds.local_steps):
         step_once(optimizer, rank, step)
         kept = compensations(optimizer)
         seen["phases"].append(optimizer.phase)

@@ -176,7 +176,7 @@ def test_suggestion_is_a_key_of_the_same_optimizer(migrate):
 def test_in_fp32_deepspeeds_numerics_have_a_scale_for_each_parameter(migrate):
     for name, scope in (("unit_test_onebit_adam_fp32", "layer"), ("unit_test_onebit_adam_fp16", "global")):
         _, printed, _ = migrate(CONFIGS[name])
-        assert call(printed, THEIRS).frame.options.scale_scope == scope
+        assert call(printed, THEIRS).frame.options.numerics.scale_scope == scope
 
 
 def test_every_key_that_the_documentation_names_is_carried_or_explained_not_merely_swallowed():

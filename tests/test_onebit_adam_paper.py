@@ -58,7 +58,7 @@ def observe_travelling(optimizer: OneBitAdam) -> dict[str, np.ndarray]:
     state["travelled"] = np.concatenate(travelled)
     in_travel = {key: flat([states[i][key] for i in range(len(params))]) for key in ("worker_error", "server_error")}
     # What users see is in units of the momentum.
-    denom = denominators(state["v"].astype(np.float64)) if optimizer.frame.options.precondition else 1.0
+    denom = denominators(state["v"].astype(np.float64)) if optimizer.frame.options.numerics.precondition else 1.0
     np.testing.assert_allclose(state["m"], state["travelled"] * denom, rtol=5e-7)
     np.testing.assert_allclose(state["worker_error"], in_travel["worker_error"] * denom, rtol=5e-7)
     return state | in_travel

@@ -47,7 +47,7 @@ def states(rank: int, transport: Any, loud: float, skipped: bool, options: dict)
         line = torch.zeros(optimizer.frame.layout.numel)
         line[rank * len(first) : (rank + 1) * len(first)] = first
         server = line[optimizer.frame.layout.offset(1) :][:200]
-        if optimizer.frame.options.precondition:  # it was divided by what Adam divides by
+        if optimizer.frame.options.numerics.precondition:  # it was divided by what Adam divides by
             server = server * ((saved[1]["exp_avg_sq"] / (1 - 0.99**FREEZE)).sqrt() + 1e-8)
         parts = (optimizer.momentum(quiet), optimizer.worker_error(quiet), server, quiet.grad)
         told.append(tuple(part.double().numpy() for part in parts))

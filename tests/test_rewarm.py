@@ -127,7 +127,7 @@ def rewarm_once(rank: int, transport, name: str, options: dict) -> dict:
     assert (told["worker_error_norm"], told["server_error_norm"], told["compensated_norm"]) == (0, 0, 0)
     assert not any(optimizer.worker_error(p).any() for p in parameters(optimizer))
     group, v = optimizer.param_groups[0], flat([optimizer.state[p]["exp_avg_sq"] for p in parameters(optimizer)])
-    unbias = 1 - group["betas"][0] ** (WARMUP + EVERY + 1) if optimizer.frame.options.bias_correction else 1.0
+    unbias = 1 - group["betas"][0] ** (WARMUP + EVERY + 1) if optimizer.frame.options.numerics.bias_correction else 1.0
     # A step of Adam's, by the v with which the stretch begins, as the momentum is that it goes on with.
     most = group["betas"][0] * unbias * np.sqrt(v / min(BETA2, 1 - 1 / STRETCH))
     after = {"m": flat([optimizer.momentum(p) for p in parameters(optimizer)]), "most": most}

@@ -59,7 +59,7 @@ def corrected(saved: dict, updates: int) -> np.ndarray:
 def check_start(name: str, saved: dict, updates: int, **options: Any) -> Any:
     """Momentum is zero, the variance that of the earlier run, corrected; returns the optimizer."""
     optimizer = warm(name, saved, **options)
-    expected = corrected(saved, updates if optimizer.frame.options.bias_correction else 10**6)
+    expected = corrected(saved, updates if optimizer.frame.options.numerics.bias_correction else 10**6)
     worst = float(np.max(np.abs(variance(optimizer) / expected - 1)))
     print(f"{name}: variance of a warm start, relative: {worst:.1e} (limit 2e-7)")
     assert worst <= 2e-7

@@ -18,7 +18,7 @@ from zero_one_rounds import (
     train,
 )
 
-from fusedonebit import DisagreementError, Faults, OneBitAdam, ZeroOneAdam, policies
+from fusedonebit import DisagreementError, Faults, OneBitAdam, Wire, ZeroOneAdam, policies
 from fusedonebit.optim.zero_one_options import ZeroOneOptions
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 2)
@@ -138,11 +138,10 @@ def test_bad_arguments_are_named(options, kind, text):
 
 
 def test_a_step_can_not_be_captured():
-    fields: dict[str, Any] = {"scale_norm": "l2", "scale_scope": "block", "precondition": True, "variance_floor": 0.0}
-    fields |= {"bias_correction": True, "eps_inside_sqrt": False, "nonfinite": "skip", "block_size": None}
     script = Script((0,))
+    arguments = {"variance_policy": script, "sync_policy": script, "wire": Wire(capturable=True)}
     with pytest.raises(ValueError, match="capturable must be False, got True: what a step does depends on its place"):
-        ZeroOneOptions(variance_policy=script, sync_policy=script, capturable=True, **fields).check()
+        ZeroOneOptions.of("ZeroOneAdam", arguments).check()
 
 
 def shards(rank: int, world_size: int) -> tuple[tuple, tuple]:

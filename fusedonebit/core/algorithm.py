@@ -11,7 +11,7 @@ from torch import Tensor
 from .exchange import Exchange
 from .frame import Frame
 from .part import Part
-from .settings import Options
+from .settled import Options
 from .stage import Stage
 from .traits import Phase, Traits
 
@@ -92,7 +92,7 @@ class Algorithm(Part):
 
     def check_captured(self) -> None:
         """Raise RuntimeError if the coming step can't be captured in a CUDA graph."""
-        if not self.options.capturable or self.options.nonfinite == "raise":
+        if not self.options.wire.capturable or self.options.faults.nonfinite == "raise":
             raise RuntimeError(
                 'a step can only be captured in a CUDA graph with Wire(capturable=True) and Faults(nonfinite="skip"): '
                 "what changes from step to step must lie on the device; construct the optimizer so"
@@ -162,5 +162,5 @@ class Algorithm(Part):
 
     def described(self) -> list[str]:
         """Return lines for ``repr``: what it alone can be told."""
-        own = [name for name in self.options.recorded if name not in Options.recorded]
-        return [f"{name}: {getattr(self.options, name)}" for name in own]
+        own, values = [name for name in self.options.recorded if name not in Options.recorded], self.options.values()
+        return [f"{name}: {values[name]}" for name in own]

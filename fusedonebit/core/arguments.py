@@ -151,7 +151,7 @@ def _places_of_all() -> dict[str, dict[str, str]]:
     return places
 
 
-def check_keys(group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], settings: type[Any]) -> None:
+def check_keys(group: Mapping[str, Any], where: str, optimizer: str, own: Sequence[str], options: Any) -> None:
     """Raise ValueError for the first key of a new group that means something to us, but not here.
 
     Args:
@@ -159,13 +159,13 @@ def check_keys(group: Mapping[str, Any], where: str, optimizer: str, own: Sequen
         where: Which group it is.
         optimizer: Its class's name.
         own: The hyper-parameters that it has.
-        settings: The class of its options.
+        options: Its settings.
     """
     for key in group:
         if key in own or key in ("params", "param_names", "capturable"):  # torch's optimizers have that one in groups
             continue
         got = f"got {key}={group[key]!r} in {where}"
-        if key in {field.name for field in fields(settings)} | settings.objects.keys() and key not in OF_GROUPS:
+        if key in options.values().keys() | options.objects.keys() and key not in OF_GROUPS:
             raise ValueError(f"{key} holds for all groups, {got}; pass it beside them")
         if key in OF_GROUPS or any(key in places for places in _places_of_all().values()):
             raise ValueError(f"{key} is no hyper-parameter of {optimizer}, {got}")

@@ -99,7 +99,7 @@ def _rebuild(
     options, device = content["options"], first_device(groups)
     frame = optimizer.frame = Frame(optimizer, World(transport, device, levels=levels))
     frame.options, frame.masks = options, content["masks"]
-    frame.hyper = HyperParameters(content["hyper_parameters"], device, options.capturable)
+    frame.hyper = HyperParameters(content["hyper_parameters"], device, options.wire.capturable)
     frame.take_parameters()
     header = header_of(saved) or {}
     frame.given_block_size = header["block_size"] if is_compressed(header) else None

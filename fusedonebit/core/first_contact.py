@@ -105,7 +105,7 @@ class FirstSteps:
         self.looked_at += 1
         self.over = self.looked_at >= LOOKED_AT
         # Where graphs replay backward passes, gradients have their memory for good, and are overwritten.
-        found = [ADDED_UP] if added_up and not frame.options.capturable else []
+        found = [ADDED_UP] if added_up and not frame.options.wire.capturable else []
         present = [g for g in grads if g.numel()]
         if self.looked_at == 1 and dist.is_initialized() and frame.ranks.transport.world_size > 1:
             found += trained_by_others(frame)

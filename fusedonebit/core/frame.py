@@ -20,7 +20,8 @@ from .hyper_parameters import HyperParameters
 from .options import CoefficientTable, numbers, stated
 from .params import ParameterList
 from .scaling import NO_SCALE, Scaling
-from .settings import Numerics, Options, Wire
+from .settings import Numerics, Wire
+from .settled import Options
 from .sharding import check_groups, levels, local
 from .steps import Steps
 from .under_ddp import UnderDdp
@@ -121,12 +122,12 @@ class Frame:
         """List the groups' parameters, and those that model-parallel ranks have alike; raise if they can't be used."""
         ranks = self.ranks.model_parallel.groups
         split_over = ranks[0].transport if ranks else None
-        self.parameters = ParameterList(self.groups, self.options.master_weights, split_over)
+        self.parameters = ParameterList(self.groups, self.options.numerics.master_weights, split_over)
 
     def check_16_bits(self, corrects: bool) -> None:
         """Raise ValueError if parameters can't be rounded, or have masters, as the options say."""
-        check_rounding(self.options.stochastic_rounding, self.parameters)
-        check_corrections(self.options.master_weights, self.name, corrects, self.parameters)
+        check_rounding(self.options.numerics.stochastic_rounding, self.parameters)
+        check_corrections(self.options.numerics.master_weights, self.name, corrects, self.parameters)
 
     def check_shards(self, shards: bool) -> None:
         """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
@@ -167,7 +168,7 @@ class Frame:
     def set_up(self) -> None:
         """Count steps from 0; all ranks call it."""
         alone, options = self.ranks.transport.world_size == self.ranks.shards.count == 1, self.options
-        how = self.device, alone, options.nonfinite, options.capturable
+        how = self.device, alone, options.faults.nonfinite, options.wire.capturable
         self.steps = Steps(self.name, self.parameters.owners, *how)
         _ = self.ranks.rows  # all ranks make it
 
@@ -183,7 +184,7 @@ class Frame:
         self.hyper.forget()
         self.hyper.keep_rates(self.groups)
         how: dict[str, Any] = {"floor": self.options.coefficient_floor, "linear": linear}
-        corrected, rates = self.options.bias_correction, self.hyper.rates
+        corrected, rates = self.options.numerics.bias_correction, self.hyper.rates
         self.coefficients = CoefficientTable(plist.group_of, device, corrected, columns, rates, **how)
         counted: Tensor | None = None
         if any(plist.replicas) and self.ranks.model_parallel.groups[0].transport.rank > 0:
@@ -196,7 +197,7 @@ class Frame:
     def _laid_out(self) -> FlatLayout:
         """Return the flat index space; as long for each shard, so that checkpoints are rectangular."""
         sizes, chunks = self.parameters.sizes, self.ranks.transport.world_size * self.options.bucket_count
-        given = self.options.block_size or self.given_block_size
+        given = self.options.wire.block_size or self.given_block_size
         block_size = given or choose_block_size(sizes, chunks)
         if self.ranks.shards.count == 1:
             return FlatLayout(sizes, chunks, block_size)
@@ -233,7 +234,8 @@ class Frame:
         names = [] if error else self.parameters.names
         of_a_shard = {what for name in names for what in (name, f"the mask of {name}")}
         of_all = [fact for fact in facts if fact[0] not in of_a_shard]
-        of_model = [(what, fact) for what, fact in facts if what == "the optimizer" or what in self.options.names()]
+        of_any_part = [] if error else ["the optimizer", *self.options.names()]
+        of_model = [fact for fact in facts if fact[0] in of_any_part]
         of_model += [] if error else [("whether any parameter trains", str(bool(names)))]
         alike = [] if error else zip(self.parameters.facts()[1:], self.parameters.replicas, strict=True)
         of_replicas = [fact for fact, shared in alike if shared]
@@ -263,7 +265,7 @@ class Frame:
 
     def _facts(self) -> list[Fact]:
         """Return everything but values that must be equal on all ranks."""
-        options, plist = self.options, self.parameters
+        values, plist = self.options.values(), self.parameters
         groups = [
             (f"{key} of group {i}", repr(value.tolist() if isinstance(value := group[key], Tensor) else value))
             for i, group in enumerate(map(numbers, self.groups))
@@ -273,7 +275,7 @@ class Frame:
         named = list(zip(plist.owners, plist.names, strict=True))
         return [
             ("the optimizer", self.name),
-            *((name, stated(getattr(options, name))) for name in options.names()),
+            *((name, stated(values[name])) for name in self.options.names()),
             ("the number of ranks of a node", str(self.ranks.inside.world_size)),
             ("the number of model-parallel ranks", str(self.ranks.model_parallel.count)),
             *plist.facts(),
@@ -326,7 +328,7 @@ class Frame:
         own = {
             "algorithm": self.name,
             "shards": self.ranks.shards.count,
-            "block_size": self.options.block_size or header["block_size"],
+            "block_size": self.options.wire.block_size or header["block_size"],
             "strides": self.parameters.strides(),
         }
         way_out = {
@@ -350,7 +352,7 @@ class Frame:
     @property
     def rounding(self) -> Tensor | None:
         """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
-        rounds = self.options.stochastic_rounding or self.options.master_weights == "8bit"
+        rounds = self.options.numerics.stochastic_rounding or self.options.numerics.master_weights == "8bit"
         return self.steps.updates if rounds else None
 
     @property

@@ -71,12 +71,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             options.check()
             # Of a group; torch adds others to its own table.
             names = (*defaults, *options.grouped)
-            frame.hyper = HyperParameters(names, device, options.capturable)
+            frame.hyper = HyperParameters(names, device, options.wire.capturable)
             wire = settings.get("wire", wire)
             if wire.hierarchy is None and wire.hierarchy_dtype is not torch.float32:
                 got = f"got {wire.hierarchy_dtype!r}"
                 raise ValueError(f"hierarchy_dtype must be torch.float32 without Wire(hierarchy=...), {got}")
-            defaults = defaults | {name: getattr(options, name) for name in options.grouped}
+            values = options.values()
+            defaults = defaults | {name: values[name] for name in options.grouped}
             self.check_group(numbers(defaults))
             super().__init__(params, defaults)
             # Of groups, torch's unflattening takes up only what is there: so a checkpoint's header is.
@@ -156,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _add_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         where, frame = f"group {len(self.param_groups) - 1}", self.frame
-        check_keys(self.param_groups[-1], where, frame.name, frame.hyper.names, self.kind.traits.settings)
+        check_keys(self.param_groups[-1], where, frame.name, frame.hyper.names, frame.options)
 
     def check_group(self, group: dict[str, Any], name: str = "") -> None:
         """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
@@ -167,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def take_hyper_parameters(self) -> None:
         """Take the groups' hyper-parameters, where they were changed, for the steps that follow."""
-        if self.frame.options.capturable:
+        if self.frame.options.wire.capturable:
             self._keep_rates()
         self.frame.hyper.take(self.param_groups, self.check_group)
 
@@ -364,12 +365,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.algorithm.momentum(param)
 
     def __repr__(self) -> str:
-        options = self.frame.options
-        shown = [name for name in SHOWN_WHERE_ON if getattr(options, name)]
+        options = self.frame.options.values()
         lines = [
             f"phase: {self.phase}, {self.frame.steps.outcomes.updates} updates",
             *self._chosen(),
-            *(f"{name}: {getattr(options, name)!r}" for name in shown),
+            *(f"{name}: {options[name]!r}" for name in SHOWN_WHERE_ON if options[name]),
         ]
         groups = super().__repr__().split("\n", 1)[1]
         return "\n".join([f"{type(self).__name__} (", *lines, groups])

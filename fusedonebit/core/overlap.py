@@ -26,7 +26,7 @@ from ..comm.reducer import Compress
 from .arrivals import Arrivals, take_away
 from .background import Background
 from .frame import Frame, Owner
-from .settings import Options
+from .settled import Options
 from .step_count import as_word
 
 
@@ -62,26 +62,27 @@ def make_reducer(
         squares: Of which dtype workers keep squares of their own gradients; None: they keep none.
     """
     frame, options = stage.frame, stage.frame.options
+    numerics, wire = options.numerics, options.wire
     layout, ranks = frame.layout, frame.ranks
     shared: dict[str, Any] = {
         "device": frame.device,
-        "scale_norm": options.scale_norm,
-        "scale_scope": options.scale_scope,
+        "scale_norm": numerics.scale_norm,
+        "scale_scope": numerics.scale_scope,
         "compensated": compensated,
         "exponents": exponents,
         "live": frame.live,
-        "ternary": options.ternary,
+        "ternary": numerics.ternary,
         "shards": ranks.shards,
     }
     if squares is not None:
         here = layout.numel if ranks.levels is None else layout.numel // ranks.levels[1].world_size
         shared["worker_sq"] = torch.zeros(here, dtype=squares, device=frame.device)
     if ranks.levels is not None:
-        return HierarchicalAllReduce(layout, *ranks.levels, dtype=options.hierarchy_dtype, **shared)
-    shared["serve_alone"] = options.serve_alone
-    if not options.overlap and options.bucket_count == 1:
+        return HierarchicalAllReduce(layout, *ranks.levels, dtype=wire.hierarchy_dtype, **shared)
+    shared["serve_alone"] = numerics.serve_alone
+    if not wire.overlap and options.bucket_count == 1:
         return make_all_reduce(layout, ranks.transport, **shared)
-    if not options.overlap:
+    if not wire.overlap:
         return BucketedAllReduce(layout, options.bucket_count, ranks.transport, **shared)
     return OverlappedAllReduce(stage, ranks.apart, **shared)
 

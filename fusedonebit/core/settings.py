@@ -1,10 +1,10 @@
-"""The option objects that all optimizers share, and what an optimizer makes of them."""
+"""The option objects that optimizers take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm import Transport
 from ..triton_kernels import BLOCK_SIZES, ScaleScope
 from .arguments import explaining
-from .options import check_choice, check_count, check_flag, is_int, is_number, is_share
+from .options import check_count, is_int, is_share
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """Parameters, groups of them, or named ones, as ``torch.optim.Optimizer`` takes them."""
@@ -333,117 +333,3 @@ class Layerwise:
 
 NUMERICS, WIRE, FAULTS, LAYERWISE = Numerics(), Wire(), Faults(), Layerwise()
 """The usual ones."""
-
-_HANDED_ON = ("mask", "hierarchy", "model_parallel")
-"""What goes to parameters and ranks, and is compared with those."""
-
-_T = TypeVar("_T", bound="Options")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Numerics, Wire, Faults):
-    """All settings of an optimizer, flat, equal on all ranks; its own default where an option object says None."""
-
-    scale_norm: ScaleNorm = "contractive"
-    scale_scope: ScaleScope = "block"
-    precondition: bool = False
-    dead_coordinates: DeadCoordinates = "mean"
-    bias_correction: bool = False
-    serve_alone: bool = False
-    guard: Guard = "rewarm"
-    max_grad_norm: float | None = None
-
-    objects: ClassVar[dict[str, Any]] = {"numerics": Numerics, "wire": Wire, "faults": Faults}
-    """Arguments of the optimizer that are option objects."""
-
-    takes: ClassVar[frozenset[str]] = frozenset(
-        [
-            *("bias_correction", "eps_inside_sqrt", "master_weights", "stochastic_rounding", "maximize", "mask"),
-            *("block_size", "broadcast_parameters", "capturable", "nonfinite", "model_parallel"),
-        ]
-    )
-    """Their fields that the optimizer can do something with."""
-
-    grouped: ClassVar[tuple[str, ...]] = ("maximize",)
-    """Those that are defaults of groups, and are compared with these."""
-
-    recorded: ClassVar[tuple[str, ...]] = ("bias_correction", "eps_inside_sqrt", "stochastic_rounding")
-    """What changes what a step computes, and a checkpoint does not compare otherwise: it says them."""
-
-    @property
-    def moments_dtype(self) -> torch.dtype:
-        """Return in which dtype moments are kept; in uint8 they are codes."""
-        return {"bf16": torch.bfloat16, "8bit": torch.uint8}.get(self.state, torch.float32)
-
-    @property
-    def variance_dtype(self) -> torch.dtype:
-        """Return in which dtype a variance is kept in the compression stage."""
-        return self.frozen_dtype if self.state == "fp32" else self.moments_dtype
-
-    @property
-    def bucket_count(self) -> int:
-        """Return into how many buckets the flat index space is cut."""
-        return 1
-
-    @property
-    def coefficient_floor(self) -> float:
-        """Return the share of the mean of v that coefficients add to it in denominators."""
-        return 0.0
-
-    def check_levels(self) -> None:
-        """Raise ValueError if ranks can't average in two levels with these settings."""
-
-    def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
-        """Raise ValueError for a hyper-parameter of the group of this ``name`` that makes no sense with them."""
-
-    @classmethod
-    def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
-        """Settle an optimizer's arguments: option objects, and what stands beside them.
-
-        Raises:
-            TypeError, ValueError: for an object of another type, and for what the optimizer can't do.
-        """
-        said: dict[str, Any] = {}
-        for argument, kind in cls.objects.items():
-            value: Any = arguments.get(argument, kind())
-            if not isinstance(value, kind):
-                raise TypeError(
-                    f"{argument} must be a fusedonebit.{kind.__name__}, got {type(value).__name__}; leave it out or "
-                    f"pass fusedonebit.{kind.__name__}()"
-                )
-            for field in fields(value):
-                given, usual = getattr(value, field.name), field.default
-                same = given is usual or (type(given) is type(usual) and given == usual)
-                if not same and field.name not in cls.takes:
-                    raise ValueError(
-                        f"{field.name} must be {usual!r} with {optimizer}, got {given!r}: it has no such option"
-                    )
-                if (given is not None or usual is not None) and field.name not in _HANDED_ON:
-                    said[field.name] = given
-        return cls(**said, **{name: value for name, value in arguments.items() if name not in cls.objects})
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return what the optimizer takes, for all groups together, but for masks and groups of ranks."""
-        others = names_of(*cls.objects.values()) - cls.takes | {*cls.grouped, *_HANDED_ON}
-        return tuple(field.name for field in fields(cls) if field.name not in others)
-
-    def check(self) -> None:
-        """Raise ValueError for the first setting that makes no sense."""
-        if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm must be a finite number > 0 or None, got {self.max_grad_norm!r}")
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            if get_origin(hint) is Literal:
-                check_choice(field.name, value, get_args(hint))
-            elif hint is bool or (hint == bool | None and value is not None):
-                check_flag(field.name, value)
-        for kind in self.objects.values():
-            if hasattr(kind, "check"):
-                kind.check(self)
-
-
-def names_of(*kinds: type) -> frozenset[str]:
-    """Return the names of the fields of option objects."""
-    return frozenset(field.name for kind in kinds for field in fields(kind))

@@ -13,7 +13,7 @@ from .frame import Frame
 from .options import Made
 from .part import Part
 from .scaling import NO_SCALE, Agreed
-from .settings import Options
+from .settled import Options
 
 
 class Stage(Part):

@@ -68,7 +68,7 @@ class Stepping:
         if captured:
             algorithm.check_captured()
             self._check_loaded()
-        elif frame.options.capturable:
+        elif frame.options.wire.capturable:
             steps.outcomes.absorb_replays()
         self.begin(owner, contents, captured)
         stage = algorithm.stage

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from ..triton_kernels import Coef
-from .settings import Options
+from .settled import Options
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 
@@ -15,7 +15,7 @@ class Traits(NamedTuple):
     """What is true of an algorithm."""
 
     settings: type[Options] = Options
-    """Into what Numerics, Wire and Faults are merged; its other fields are arguments of constructors."""
+    """The dataclass of settled option objects; its other fields are arguments of constructors."""
     phases: Mapping[Phase, bool] = {"uncompressed": False}
     """The stages in which it can be, the first one first, and whether it keeps what is "compressed" then."""
     columns: Mapping[Coef, str] = {}

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.options import check_count, is_int
-from ..core.settings import Options
+from ..core.settled import Options
 
 METRICS = "metrics.jsonl"
 STARTS = "starts.jsonl"
@@ -277,7 +277,8 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     stats: dict[str, Any] = getattr(optimizer, "stats", dict)()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     options: Any = getattr(getattr(optimizer, "frame", None), "options", None)
-    settings = dataclasses.asdict(options) if isinstance(options, Options) else {}
+    settings = options.values() if isinstance(options, Options) else {}
+    settings |= {name: dataclasses.asdict(x) for name, x in settings.items() if hasattr(x, "__dataclass_fields__")}
     return {
         "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

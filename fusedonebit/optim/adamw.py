@@ -14,7 +14,8 @@ from ..comm import Flag
 from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
-from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
+from ..core.settled import Options
 from ..core.traits import Traits
 from ..triton_kernels import adam_update
 from .averaging import Averaged
@@ -26,18 +27,18 @@ from .release import Bucket, Release
 class AdamWOptions(Options):
     """Settings of ``AdamW``."""
 
-    bias_correction: bool = True
     takes: ClassVar[frozenset[str]] = Options.takes - {"eps_inside_sqrt"} | {"state", "release_gradients"}
+    usual: ClassVar[dict[str, Any]] = {"bias_correction": True}
     recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "state")
 
     def check(self) -> None:
         """Raise ValueError for the first bad setting, also for what needs gradients that are released early."""
         super().check()
-        if not self.release_gradients:
+        if not self.wire.release_gradients:
             return
-        others = {"max_grad_norm": None, "nonfinite": "skip", "capturable": False}
+        others, values = {"max_grad_norm": None, "nonfinite": "skip", "capturable": False}, self.values()
         for name, usual in others.items():
-            if (given := getattr(self, name)) != usual:
+            if (given := values[name]) != usual:
                 raise ValueError(
                     f"{name} must be {usual!r} with Wire(release_gradients=True), got {given!r}: gradients are used "
                     "and freed before all of them are there; leave out one of the two"
@@ -131,7 +132,7 @@ class AveragedAdam(Algorithm):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         moments = self.moments = MomentBuffers(frame)
-        early = self._early = Released(frame, moments) if self.options.release_gradients else None
+        early = self._early = Released(frame, moments) if self.options.wire.release_gradients else None
         self._averaged = early or Averaged(frame, AdamUpdate(frame, moments), in_place=True)
         self.parts = (moments, self._averaged)
 
@@ -143,7 +144,7 @@ class AveragedAdam(Algorithm):
     def check(cls, frame: Frame) -> None:
         super().check(frame)
         ranks = max(frame.ranks.transport.world_size, frame.ranks.model.count)
-        if frame.options.release_gradients and ranks > 1:
+        if frame.options.wire.release_gradients and ranks > 1:
             raise ValueError(
                 f"release_gradients must be False on several ranks, got True on {ranks}: they average gradients of all "
                 "parameters at once, in step(); leave the option out"

@@ -64,7 +64,7 @@ class Averaged(Stage):
         self.update, self._beside, self._table = update, beside, table
         self.averages = Averages(frame.layout, frame.ranks.transport, frame.device)
         self.elements = ElementFlags(frame.device)
-        self.alone = self.can_capture = in_place and frame.ranks.single and frame.options.nonfinite == "skip"
+        self.alone = self.can_capture = in_place and frame.ranks.single and frame.options.faults.nonfinite == "skip"
         self._digest = torch.zeros(1, dtype=torch.int64, device=frame.device)
 
     @property

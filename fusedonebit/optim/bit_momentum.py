@@ -52,7 +52,7 @@ class BitMomentum(Part):
     ) -> None:
         self._frame, self._options, self._moments, self._exchange = frame, options, moments, exchange
         tensors, device = max(1, len(frame.layout.sizes)), frame.device
-        self.as_floats, self.waits, self.floored = True, not options.owns, options.variance_floor > 0
+        self.as_floats, self.waits, self.floored = True, not options.owns, options.coefficient_floor > 0
         self.entered = torch.zeros_like(frame.steps.of_each)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
@@ -100,10 +100,10 @@ class BitMomentum(Part):
         layout, exp_avg = frame.layout, moments.exp_avg
         if renews:
             coef = frame.coefficients.fresh(frame.hyper.taken, Made(frame.steps.of_each, self.entered, renews=False))
-        v, inside = moments.exp_avg_sq if options.precondition else None, self.floored and not renews
+        v, inside = moments.exp_avg_sq if options.numerics.precondition else None, self.floored and not renews
         awaited = self.mean_sq if self.waits else None
         self.rebuild(exp_avg, coef, self._summed, awaited, v, inside)
-        if renews and self.floored and not options.precondition:  # too rare to have a kernel
+        if renews and self.floored and not options.numerics.precondition:  # too rare to have a kernel
             floored = frame.coefficients.fresh(frame.hyper.taken, self.made)
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
@@ -154,7 +154,7 @@ class BitMomentum(Part):
         part = frame.parameters.shaped(self._exchange.reducer.result(), i, at) / self._summed[i]
         if self.waits:
             part = part * (self.mean_sq[i] > 0)
-        if not self._options.precondition:
+        if not self._options.numerics.precondition:
             return part
         k = frame.coefficients.fresh(frame.hyper.taken, self.made)[i]
         return part * denominator(frame.parameters.shaped(moments.exp_avg_sq, i, at), k, self.floored)

@@ -53,15 +53,15 @@ class Compressed(Stage):
         self.moments, self.warm_up, options = moments, warm_up, self.options
         self.running = False
         self.unit: Tensor | None = None
-        squares = options.variance_dtype if options.lives else None
+        squares = options.numerics.variance_dtype if options.lives else None
         reducer = make_reducer(self, moments.exp_avg, moments.exponents, squares)
         self.exchange = FeedbackExchange(frame, reducer)
         self.variance = FrozenVariance()
         if options.lives:
             self.variance = SharedVariance(frame, options, moments, self.exchange, warm_up)
         self.weighs = SQUARES if options.lives else 1  # a shared variance weighs gradients' squares, too
-        coarse = not options.precondition and options.scale_scope != "block"
-        self.guard = DivergenceGuard(frame.device, coarse, options.guard != "off")
+        coarse = not options.numerics.precondition and options.numerics.scale_scope != "block"
+        self.guard = DivergenceGuard(frame.device, coarse, options.faults.guard != "off")
         self._rounds_randomly = moments.narrow or squares not in (None, torch.float32)
 
     # ---------------------------------------------------------------- the step
@@ -108,29 +108,29 @@ class Compressed(Stage):
 
         ``coef`` scales g already; ``factor``, float32 [1] or None, does so where its squares are followed.
         """
-        options = self.options
-        v = self.moments.divisor(options.eps_inside_sqrt) if options.precondition else None
-        looks = Looks(self.frame.steps.updates, factor, self.shares_squares) if options.lives else NOWHERE
+        numerics = self.options.numerics
+        v = self.moments.divisor(numerics.eps_inside_sqrt) if numerics.precondition else None
+        looks = Looks(self.frame.steps.updates, factor, self.shares_squares) if self.options.lives else NOWHERE
         return lambda part: part.compress(grads, coef, v, looks)
 
     @property
     def divisor(self) -> Divisor | None:
         """Return what updates are divided by at the end; None where gradients were, before compression."""
-        options = self.options
-        return None if options.precondition else Divisor(self.moments.exp_avg_sq, None, options.eps_inside_sqrt)
+        numerics, v = self.options.numerics, self.moments.exp_avg_sq
+        return None if numerics.precondition else Divisor(v, None, numerics.eps_inside_sqrt)
 
     def table(self) -> Tensor:
         """Return the coefficients of the coming step, in either stage: the warm-up has no table of its own."""
         frame, warm_up = self.frame, self.warm_up
         frame.coefficients.memory = warm_up.memory
-        mean_sq = self.variance.mean_sq if self.running and not self.options.precondition else None
+        mean_sq = self.variance.mean_sq if self.running and not self.options.numerics.precondition else None
         made = Made(frame.steps.of_each, warm_up.entered, warm_up.follows, self.unit, mean_sq)
         return frame.coefficients(frame.hyper.taken, made)
 
     def describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
-            options = self.options
-            return self.guard.describe(options.guard == "rewarm", options.rewarm_steps, options.lives)
+            faults = self.options.faults
+            return self.guard.describe(faults.guard == "rewarm", faults.rewarm_steps, self.options.lives)
         return self.exchange.describe()
 
     def check_capture(self) -> None:
@@ -161,7 +161,7 @@ class Compressed(Stage):
 
     def update_sums(self, x: Tensor | None, coef: Tensor) -> Tensor:
         """Return the sum of (x/denom)^2 by block, float64 [B]; ``x`` None is 1."""
-        return update_sums(self.frame.places, x, self.moments.exp_avg_sq, self.options.eps_inside_sqrt, coef)
+        return update_sums(self.frame.places, x, self.moments.exp_avg_sq, self.options.numerics.eps_inside_sqrt, coef)
 
     def arm_guard(self, last: Tensor) -> None:
         """Set the guard's weights, and its reference from the norm of the ``last`` uncompressed update, float64 []."""
@@ -178,14 +178,14 @@ class Compressed(Stage):
 
     def weigh_guard(self) -> None:
         """Tell the guard of a variance that was renewed; preconditioned updates are divided already."""
-        if self.guard.on and not self.options.precondition:
+        if self.guard.on and not self.options.numerics.precondition:
             self.guard.weigh(self._update_weights())
 
     def _update_weights(self) -> Tensor:
         """Return each block's squared norm of an update whose scales are all 1: float64 [B]."""
         frame = self.frame
         owner, coef = frame.places.block_tensor, self.table()
-        weight = frame.live.numel.double() if self.options.precondition else self.update_sums(None, coef)
+        weight = frame.live.numel.double() if self.options.numerics.precondition else self.update_sums(None, coef)
         factor = self.update_factor().double().square()[owner]
         return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
 
@@ -201,9 +201,8 @@ class Compressed(Stage):
 
     def settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the stage goes on."""
-        own = self.options
-        chosen: dict[str, Any] = {"variance": own.variance, "precondition": own.precondition, "ternary": own.ternary}
-        chosen["frozen_dtype"] = str(own.variance_dtype)
+        own, chosen = self.options.numerics, dict[str, Any](variance=self.options.variance)
+        chosen |= {"precondition": own.precondition, "ternary": own.ternary, "frozen_dtype": str(own.variance_dtype)}
         return chosen | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:

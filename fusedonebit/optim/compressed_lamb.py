@@ -79,7 +79,7 @@ class CompressedLamb(Compressed):
 
     def settled(self) -> dict[str, Any]:
         options = self.options
-        return super().settled() | {"layerwise": options.layerwise, "momentum_scaling": options.scales_momentum}
+        return super().settled() | {"layerwise": options.algorithm, "momentum_scaling": options.scales_momentum}
 
     def following(self) -> Tensor:
         """Return the variance that follows the gradients, [P]."""
@@ -218,10 +218,10 @@ class PaperLamb(CompressedLamb):
                 *(frame.parameters.dense, frame.places),
                 exp_avg=Signs(self.exchange.reducer.bits, self.exchange.reducer.scale),
                 last=Signs(self._last_bits, self._last_scale),
-                exp_avg_sq=Divisor(self.moments.exp_avg_sq, None, options.eps_inside_sqrt),
+                exp_avg_sq=Divisor(self.moments.exp_avg_sq, None, options.numerics.eps_inside_sqrt),
                 fresh=self._fresh,
                 started=self._started,
-                preconditioned=options.precondition,
+                preconditioned=options.numerics.precondition,
                 deepspeed=options.deepspeed,
                 coef=coef,
                 skip=skip,
@@ -386,4 +386,4 @@ class PaperLamb(CompressedLamb):
         return self._fresh if follows else super().following()
 
     def described(self) -> list[str]:
-        return [f"layerwise: {self.options.layerwise}, as in {self.options.variant}"]
+        return [f"layerwise: {self.options.algorithm}, as in {self.options.variant}"]

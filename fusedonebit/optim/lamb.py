@@ -14,7 +14,8 @@ from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from ..core.part import Part
-from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Options, Params, Ranks, Wire
+from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Params, Ranks, Wire
+from ..core.settled import Options
 from ..core.state_tensor import StateTensor
 from ..core.traits import Traits
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums
@@ -23,8 +24,10 @@ from .moments import MomentBuffers
 
 
 @dataclass(frozen=True, kw_only=True)
-class LambOptions(Options, Layerwise):
+class LambOptions(Options):
     """Settings of ``Lamb``."""
+
+    layerwise: Layerwise
 
     objects: ClassVar[dict[str, Any]] = {**Options.objects, "layerwise": Layerwise}
     takes: ClassVar[frozenset[str]] = Options.takes | {"c_min", "c_max", "beta3", "state"}
@@ -125,7 +128,7 @@ class LambUpdate(Part):
     def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Make one update, as ``averaging.Update``."""
         frame, moments, layers = self._frame, self._moments, self._layers
-        dense, moved = frame.parameters.dense, (moments.stored, frame.options.eps_inside_sqrt, coef, skip)
+        dense, moved = frame.parameters.dense, (moments.stored, frame.options.numerics.eps_inside_sqrt, coef, skip)
         lamb_update(dense, grads, frame.places, *moved, moments.squares, self.norms, *found)
         norms, start = layers.whole(self.norms)
         with layers.kept(layers.table):

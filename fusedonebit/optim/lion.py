@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm import SignVote
-from ..comm.sign_vote import Aggregation
+from ..comm.sign_vote import Aggregation, SignVote
 from ..core.algorithm import Algorithm
 from ..core.exchange import VoteExchange
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
-from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Options, Params, Ranks, Wire
+from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
+from ..core.settled import Options
 from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
 from ..core.traits import Traits

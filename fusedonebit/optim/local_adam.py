@@ -71,9 +71,10 @@ class LocalAdam(Algorithm, Stage):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         layout, options, device = frame.layout, self.options, frame.device
+        numerics = options.numerics
         self.moments = moments = MomentBuffers(frame)
-        scale: dict[str, Any] = {"scale_norm": options.scale_norm, "scale_scope": options.scale_scope}
-        scale |= {"serve_alone": options.serve_alone, "live": frame.live}
+        scale: dict[str, Any] = {"scale_norm": numerics.scale_norm, "scale_scope": numerics.scale_scope}
+        scale |= {"serve_alone": numerics.serve_alone, "live": frame.live}
         reducer = make_all_reduce(layout, frame.ranks.transport, device=device, **scale)
         self.exchange = exchange = FeedbackExchange(frame, reducer)
         self.averaged = Averaged(frame, AdamUpdate(frame, moments), beside=exchange)
@@ -220,7 +221,8 @@ class LocalAdam(Algorithm, Stage):
         worker, moments = self.reducer.worker, self.moments
         whose = (self.frame.parameters.dense, grads, self.frame.places, moments.exp_avg, moments.exp_avg_sq)
         hold, anchor = self.round.no_flags if hold is None else hold, self.keeps_in(moves, last)
-        step = LocalStep(self.bits.floored, self.options.precondition, moves, last, self.leaks, self.own is not None)
+        precondition = self.options.numerics.precondition
+        step = LocalStep(self.bits.floored, precondition, moves, last, self.leaks, self.own is not None)
         local_step(*whose, worker.compensated, worker.scale, coef, step, hold, anchor, self.pending)
 
     def keeps_in(self, moves: bool, last: bool) -> Tensor | None:
@@ -240,7 +242,7 @@ class LocalAdam(Algorithm, Stage):
         steps = self.plan.round.steps
         if steps == 1 and self.bits.as_floats:
             self.add(grads, coef, None, moves=False, last=True)
-        v = self.moments.divisor(self.bits.floored) if self.options.precondition else None
+        v = self.moments.divisor(self.bits.floored) if self.options.numerics.precondition else None
         context = context._replace(pending=self.pending)
         if steps > 1:
             self.sum_up(coef)
@@ -317,7 +319,7 @@ class LocalAdam(Algorithm, Stage):
             self._go_back()
         divisor = Divisor(self.moments.exp_avg_sq, None, self.bits.floored)
         self.exchange.apply(
-            frame.coefficients.still(coef, frame.absent), None if self.options.precondition else divisor
+            frame.coefficients.still(coef, frame.absent), None if self.options.numerics.precondition else divisor
         )
         self.bits.became_bits(steps, hold)
         self.end_round()
@@ -374,7 +376,7 @@ class LocalAdam(Algorithm, Stage):
 
     def plain_state(self) -> dict[str, Any]:
         return {
-            "settled": {"precondition": self.options.precondition},
+            "settled": {"precondition": self.options.numerics.precondition},
             "pending": int(self.pending),
             "variance_betas": self.frame.coefficients.variance_betas,
         }
@@ -431,9 +433,9 @@ class LocalAdam(Algorithm, Stage):
         return owed or (math.inf if self.reducer.norms()[1] > 0 else 0.0)
 
     def described(self) -> list[str]:
-        options = self.options
+        options, numerics = self.options, self.options.numerics
         return [
             f"variance: {'of each worker' if options.owns else stated(options.variance_policy)}",
             f"rounds: {stated(options.sync_policy)}",
-            f"scale: {options.scale_norm}, {options.scale_scope}" + ", preconditioned" * options.precondition,
+            f"scale: {numerics.scale_norm}, {numerics.scale_scope}" + ", preconditioned" * numerics.precondition,
         ]

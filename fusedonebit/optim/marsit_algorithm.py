@@ -65,11 +65,11 @@ class Marsit(Algorithm, Stage):
         self.exp_avg = torch.zeros(layout.numel if self._had_moments else 0, device=device)
         self.exp_avg_sq = torch.zeros(layout.numel if self._adam else 0, device=device)
         # The parameters that all ranks have, while each moves by itself.
-        self._anchor = torch.zeros(layout.numel + TAIL if options.local_steps > 1 else 0, device=device)
+        self._anchor = torch.zeros(layout.numel + TAIL if options.round_steps > 1 else 0, device=device)
         between, part = frame.ranks.transport, Section(layout)
         if frame.ranks.levels is not None:
             between, inside = frame.ranks.levels
-            part = NodeSection(layout, inside, options.hierarchy_dtype, device)
+            part = NodeSection(layout, inside, options.wire.hierarchy_dtype, device)
         self.reducer = self.make_reducer(between, part)
         self.exchange, self.round = Exchange(frame, self.reducer), RoundCount(frame)
         self.parts = (self.exchange, self.round)
@@ -87,10 +87,12 @@ class Marsit(Algorithm, Stage):
 
     def make_reducer(self, transport: Transport, part: Section) -> RoundAllReduce:
         """Make what averages all workers' updates of a part."""
-        frame = self.frame
-        names = ("topology", "rows", "full_precision_every", "compensation_limit", "seed")
-        how: dict[str, Any] = {name: getattr(self.options, name) for name in names}
-        return MarsitAllReduce(part.layout, transport, device=frame.device, live=frame.live, part=part, **how)
+        frame, options = self.frame, self.options
+        assert isinstance(options, MarsitOptions)
+        where: dict[str, Any] = {"device": frame.device, "live": frame.live, "part": part, "topology": options.topology}
+        names = ("rows", "full_precision_every", "compensation_limit", "seed")
+        how = {name: getattr(options.rounds, name) for name in names}
+        return MarsitAllReduce(part.layout, transport, **where, **how)
 
     # ---------------------------------------------------------------- groups
 
@@ -110,7 +112,7 @@ class Marsit(Algorithm, Stage):
         if self.round.local:
             raise RuntimeError(
                 f"add_param_group must be called between two rounds, not after {self.round.local} of "
-                f"{self.options.local_steps} local steps; take the others first"
+                f"{self.options.round_steps} local steps; take the others first"
             )
 
     def carried(self) -> tuple[int, int, int, int]:
@@ -139,13 +141,13 @@ class Marsit(Algorithm, Stage):
     @property
     def round_steps(self) -> int:
         """Return the length of a round."""
-        return self.options.local_steps
+        return self.options.round_steps
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         """Take a step: Algorithm 2, which calls Algorithm 1; lines as ``fusedonebit.reference``'s."""
-        frame, reducer, this, several = self.frame, self.reducer, self.round, self.options.local_steps > 1
+        frame, reducer, this, several = self.frame, self.reducer, self.round, self.options.round_steps > 1
         this.begin_step()
-        if this.local < self.options.local_steps - 1:  # x = x - u, and u into what will be agreed on
+        if this.local < self.options.round_steps - 1:  # x = x - u, and u into what will be agreed on
             agreed = self.agree(grads, coef, alone=True)
             self._add(reducer, grads, leaving_out(frame, agreed.coef), reducer.everything, agreed, moves=True)
             self.phase = "local"
@@ -155,7 +157,7 @@ class Marsit(Algorithm, Stage):
         own = leaving_out(frame, agreed.coef) if several else agreed.coef
         context = this.of_round(self.exchange.context(abort or this.failed, agreed.hold))
         moments = [flat for flat in (self.exp_avg, self.exp_avg_sq) if flat.numel()]
-        context = context._replace(changed=moments, coef=coef, steps=self.options.local_steps)
+        context = context._replace(changed=moments, coef=coef, steps=self.options.round_steps)
 
         def add(part: RoundAllReduce, chunks: slice) -> None:
             # Algorithm 1, line 1: eta_l * g, or what SGD or Adam make of g, and the compensation.
@@ -205,7 +207,7 @@ class Marsit(Algorithm, Stage):
     def _apply(self) -> None:
         """Move by g_t; where no count changes the table, that launch counts."""
         frame = self.frame
-        layout, reducer, several = frame.layout, self.reducer, self.options.local_steps > 1
+        layout, reducer, several = frame.layout, self.reducer, self.options.round_steps > 1
         target, places, rounding = frame.parameters.dense, frame.places, frame.rounding
         if several:
             target, places, rounding = [self._round_start], self._flat_places, None
@@ -243,7 +245,7 @@ class Marsit(Algorithm, Stage):
             StateTensor("exp_avg_sq", "element", self.exp_avg_sq, **own, wanted=self._adam, not_negative=True),
             StateTensor("compensation", "element", self.reducer.compensation.whole, **own),
             StateTensor(
-                "anchor", "element", self._round_start, **ANCHOR, wanted=self.options.local_steps > 1, published=True
+                "anchor", "element", self._round_start, **ANCHOR, wanted=self.options.round_steps > 1, published=True
             ),
         )
 
@@ -286,10 +288,10 @@ class Marsit(Algorithm, Stage):
                 f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
                 "rank: save at the end of a round, or resume with as many ranks as wrote it"
             )
-        if header["local"] >= self.options.local_steps:
+        if header["local"] >= self.options.round_steps:
             raise ValueError(
                 f"the checkpoint was written after {header['local']} local steps of a round, but local_steps is "
-                f"{self.options.local_steps}; save at the end of a round, or keep local_steps"
+                f"{self.options.round_steps}; save at the end of a round, or keep local_steps"
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
@@ -328,8 +330,9 @@ class Marsit(Algorithm, Stage):
     def described(self) -> list[str]:
         options = self.options
         assert isinstance(options, MarsitOptions)
-        often = f"every {options.full_precision_every} rounds" if options.full_precision_every else "never"
-        return [f"topology: {options.topology}, full precision {often}", f"local_steps: {options.local_steps}"]
+        every = options.rounds.full_precision_every
+        often = f"every {every} rounds" if every else "never"
+        return [f"topology: {options.topology}, full precision {often}", f"local_steps: {options.round_steps}"]
 
 
 class AdaptiveMarsit(Marsit):

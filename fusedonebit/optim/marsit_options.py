@@ -10,21 +10,25 @@ from ..comm import Topology
 from ..comm.marsit import check_topology
 from ..core.arguments import explaining
 from ..core.options import check_count, is_int, is_number
-from ..core.settings import Options, names_of
+from ..core.settled import Options, names_of
 from .rounds import RoundOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions(RoundOptions):
-    """Settings of an optimizer whose rounds are all of ``local_steps`` steps; see ``Rounds``."""
+    """Settings of an optimizer whose rounds are all of as many steps."""
 
-    local_steps: int = 1
     takes: ClassVar[frozenset[str]] = Options.takes - {"bias_correction", "eps_inside_sqrt"}
 
+    @property
+    def round_steps(self) -> int:
+        """Return how many, the ``local_steps`` that users say."""
+        raise NotImplementedError
+
     def check_levels(self) -> None:
-        if self.local_steps > 1:
+        if self.round_steps > 1:
             raise ValueError(
-                f"hierarchy must be None with local_steps={self.local_steps}: ranks of a node move together"
+                f"hierarchy must be None with local_steps={self.round_steps}: ranks of a node move together"
             )
 
     def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
@@ -35,11 +39,12 @@ class LocalOptions(RoundOptions):
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
-        if not is_int(self.local_steps) or self.local_steps < 1:
-            raise ValueError(f"local_steps must be an int >= 1, got {self.local_steps!r}: 1 synchronises every step")
-        if self.stochastic_rounding and self.local_steps > 1:
+        steps = self.round_steps
+        if not is_int(steps) or steps < 1:
+            raise ValueError(f"local_steps must be an int >= 1, got {steps!r}: 1 synchronises every step")
+        if self.numerics.stochastic_rounding and steps > 1:
             raise ValueError(
-                f"stochastic_rounding must be False with local_steps={self.local_steps}, got True: workers' own steps "
+                f"stochastic_rounding must be False with local_steps={steps}, got True: workers' own steps "
                 "are rounded to nearest; use Numerics(master_weights=True)"
             )
 
@@ -84,29 +89,34 @@ ROUNDS = Rounds()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MarsitOptions(LocalOptions, Rounds):
+class MarsitOptions(LocalOptions):
     """Settings of ``MarsitSGD``."""
 
+    rounds: Rounds
     topology: Topology
-    global_ratio: float = 0.3
 
     objects: ClassVar[dict[str, Any]] = {**LocalOptions.objects, "rounds": Rounds}
     takes: ClassVar[frozenset[str]] = LocalOptions.takes | names_of(Rounds) | {"hierarchy", "hierarchy_dtype"}
+    usual: ClassVar[dict[str, Any]] = {"global_ratio": 0.3}
     grouped: ClassVar[tuple[str, ...]] = ("global_ratio", *LocalOptions.grouped)
     recorded: ClassVar[tuple[str, ...]] = (
         *(*LocalOptions.recorded, "local_steps", "topology", "rows", "full_precision_every"),
         *("compensation_limit", "seed"),
     )
 
+    @property
+    def round_steps(self) -> int:
+        return self.rounds.local_steps
+
     def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
         super().check_group(group, name, world_size)
-        check_topology(self.topology, self.rows, world_size, self.full_precision_every, self.seed)
+        rounds = self.rounds
+        check_topology(self.topology, rounds.rows, world_size, rounds.full_precision_every, rounds.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarsitAdamOptions(MarsitOptions):
     """Settings of ``MarsitAdam``."""
 
-    bias_correction: bool = True
-    global_ratio: float = 1.0
     takes: ClassVar[frozenset[str]] = MarsitOptions.takes | {"bias_correction"}
+    usual: ClassVar[dict[str, Any]] = {"bias_correction": True, "global_ratio": 1.0}

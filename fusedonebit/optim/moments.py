@@ -31,10 +31,10 @@ class MomentBuffers(Part):
     """
 
     def __init__(self, frame: Frame) -> None:
-        self._frame, self.narrow = frame, frame.options.state != "fp32"
-        dtype, layout, device = frame.options.moments_dtype, frame.layout, frame.device
+        self._frame, self.narrow = frame, frame.options.numerics.state != "fp32"
+        dtype, layout, device = frame.options.numerics.moments_dtype, frame.layout, frame.device
         self.exp_avg, self.exp_avg_sq = (torch.zeros(layout.numel, dtype=dtype, device=device) for _ in range(2))
-        coded = frame.options.state == "8bit"
+        coded = frame.options.numerics.state == "8bit"
         self.exponents = torch.zeros(3, layout.n_blocks, dtype=torch.uint8, device=device) if coded else None
         self.squares: Tensor | None = None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..core.settings import LAYERWISE, NUMERICS, VARIANCE_FLOOR, Layerwise, names_of
+from ..core.settings import LAYERWISE, VARIANCE_FLOOR, Layerwise
+from ..core.settled import names_of
 from .lamb import LambOptions
 from .onebit_options import OneBitOptions
 
@@ -15,41 +16,32 @@ RATIOS = ("r_min", "r_max", "r_threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBitLambOptions(OneBitOptions, Layerwise):
+class OneBitLambOptions(OneBitOptions):
     """Settings of ``OneBitLamb``; ``variant`` is ``fusedonebit.deepspeed``'s."""
 
-    precondition: bool = False
-    bias_correction: bool = False
-    variance_floor: float | None = VARIANCE_FLOOR
-    variant: Literal["paper", "deepspeed"] = "paper"
+    layerwise: Layerwise
+    variant: Literal["paper", "deepspeed"]
 
     objects: ClassVar[dict[str, Any]] = {**OneBitOptions.objects, "layerwise": Layerwise}
+    usual: ClassVar[dict[str, Any]] = {"variance_floor": VARIANCE_FLOOR}
     takes: ClassVar[frozenset[str]] = (OneBitOptions.takes - {"state"}) | names_of(Layerwise) | {"variant"}
     grouped: ClassVar[tuple[str, ...]] = (*LambOptions.grouped, *RATIOS)
     recorded: ClassVar[tuple[str, ...]] = (*(name for name in OneBitOptions.recorded if name != "state"), "variant")
 
     @classmethod
     def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:
-        """Settle the arguments; with a shared v, updates are preconditioned, corrected and floored as Adam's."""
-        made, said = super().of(optimizer, arguments), arguments.get("numerics", NUMERICS)
-        if not made.lives:
-            return made
-        return replace(
-            made,
-            precondition=made.precondition or said.precondition is None,
-            bias_correction=made.bias_correction or said.bias_correction is None,
-            variance_floor=said.variance_floor,
-        )
+        """Settle the arguments, of which DeepSpeed's ``layerwise`` also says the variant."""
+        return super().of(optimizer, {**arguments, "variant": getattr(arguments["layerwise"], "variant", "paper")})
 
     @property
     def ratios(self) -> bool:
         """Tell whether c follows the ratio r of the frozen variance to a fresh one."""
-        return self.adaptive and not self.lives
+        return self.layerwise.adaptive and not self.lives
 
     @property
-    def layerwise(self) -> str:
-        """Name which of the paper's two algorithms it is, as checkpoints do."""
-        return "adaptive" if self.adaptive else "frozen"
+    def algorithm(self) -> str:
+        """Name which of the paper's two it is, as checkpoints do."""
+        return "adaptive" if self.layerwise.adaptive else "frozen"
 
     @property
     def deepspeed(self) -> bool:
@@ -59,14 +51,15 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
     @property
     def scales_momentum(self) -> bool:
         """Tell whether each layer has a unit of its own; preconditioned momentum has one per coordinate."""
-        return not self.precondition if self.momentum_scaling is None else self.momentum_scaling
+        scaling = self.layerwise.momentum_scaling
+        return not self.numerics.precondition if scaling is None else scaling
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
-        self.check_ratios(vars(self))
-        of = f'variance="{self.variance}"'
-        if self.lives and not self.precondition:
+        self.check_ratios(vars(self.layerwise))
+        precondition, of = self.numerics.precondition, f'variance="{self.variance}"'
+        if self.lives and not precondition:
             raise ValueError(
                 f"precondition must be True or None with {of}, got False: coefficients are of updates; or pass "
                 'variance="frozen"'
@@ -76,11 +69,11 @@ class OneBitLambOptions(OneBitOptions, Layerwise):
                 f"layerwise must be a Layerwise with {of}, got DeepSpeedLayerwise, whose variance is frozen; or pass "
                 "freeze_step"
             )
-        if self.lives and not self.adaptive:
+        if self.lives and not self.layerwise.adaptive:
             raise ValueError(
                 f'adaptive must be True with {of}, got False: coefficients follow updates; or pass variance="frozen"'
             )
-        if self.precondition and self.momentum_scaling:
+        if precondition and self.layerwise.momentum_scaling:
             raise ValueError(
                 "momentum_scaling must be False or None with Numerics(precondition=True), got True: "
                 "each coordinate already has a unit of its own"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..core.options import check_count, is_int, is_share
-from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Freeze, Numerics, Options, Wire, names_of
+from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Freeze, Numerics, Wire
+from ..core.settled import Options, names_of
 
 Variance = Literal["shared", "frozen"]
 
@@ -23,6 +24,14 @@ LIVES_AFTER = 0.25
 SETTLES_WITHIN = 10
 """The same after which ``Freeze`` waits no longer; see docs/design.md."""
 
+USUAL_OF_LIVING: dict[str, Any] = {
+    "scale_norm": "relaxed",
+    "precondition": True,
+    "bias_correction": True,
+    "variance_floor": None,
+}
+"""Default numerics of any optimizer where v lives on."""
+
 _T = TypeVar("_T", bound="OneBitOptions")
 
 
@@ -35,8 +44,6 @@ def warmup_steps(beta2: float) -> int:
 class OneBitOptions(Options):
     """Settings of an optimizer with a compression stage, settled."""
 
-    precondition: bool = True
-    bias_correction: bool = True
     freeze_step: int | Literal["auto"]
     lr_warmup_steps: int
     deadline: int | None
@@ -45,29 +52,27 @@ class OneBitOptions(Options):
     warmup: int | float | None = None
     total_steps: int | None = None
 
+    usual: ClassVar[dict[str, Any]] = {"precondition": True, "bias_correction": True}
     takes: ClassVar[frozenset[str]] = names_of(Numerics, Wire, Faults) - {"release_gradients"}
     recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "scale_norm", "scale_scope", "variance_floor", "state")
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
-        """Settle the arguments, with ``"relaxed"`` as the default scale of a shared variance.
-
-        ``freeze_step`` may be a ``Freeze``, whose fields are settings of their own.
-        """
+        """Settle the arguments; ``freeze_step`` may be a ``Freeze``, of whose checkpoint nothing is kept here."""
         given = arguments["freeze_step"]
         freeze = given if isinstance(given, Freeze) else Freeze(step="auto" if given is None else given)
         said = {**arguments, "freeze_step": freeze.step, "warm_started": freeze.warm_start is not None}
         said |= {"lr_warmup_steps": freeze.lr_warmup_steps, "deadline": freeze.deadline}
         if arguments.get("variance") is None:
             said["variance"] = "shared" if given is None else "frozen"
-        made = super().of(optimizer, said)
-        usual = arguments.get("numerics", NUMERICS).scale_norm is None
-        return replace(made, scale_norm="relaxed") if usual and made.lives else made
+        made, numerics = super().of(optimizer, said), arguments.get("numerics", NUMERICS)
+        unsaid = {name: usual for name, usual in USUAL_OF_LIVING.items() if getattr(numerics, name) is None}
+        return replace(made, numerics=replace(made.numerics, **unsaid)) if made.lives else made
 
     @property
     def bucket_count(self) -> int:
         """Return the number of buckets into which the flat index space is cut."""
-        return self.buckets or (OVERLAPPED_BUCKETS if self.overlap else 1)
+        return self.wire.buckets or (OVERLAPPED_BUCKETS if self.wire.overlap else 1)
 
     @property
     def lives(self) -> bool:
@@ -77,8 +82,9 @@ class OneBitOptions(Options):
     @property
     def least_share(self) -> float:
         """Return the share of its tensor's mean that frozen v has at least."""
-        preconditioned = 0.0 if not self.precondition else LIVING_FLOOR if self.lives else VARIANCE_FLOOR
-        return preconditioned if self.variance_floor is None else self.variance_floor
+        numerics = self.numerics
+        preconditioned = 0.0 if not numerics.precondition else LIVING_FLOOR if self.lives else VARIANCE_FLOOR
+        return preconditioned if numerics.variance_floor is None else numerics.variance_floor
 
     def latest_freeze(self, beta2: float) -> int:
         """Return the number of updates after which v is frozen at the latest."""
@@ -92,11 +98,11 @@ class OneBitOptions(Options):
         return settled if self.deadline is None else self.deadline
 
     def check_levels(self) -> None:
-        if self.bucket_count > 1 or self.overlap:
+        if self.bucket_count > 1 or self.wire.overlap:
             raise ValueError("hierarchy must be None with Wire(overlap=True) or several buckets; choose one of them")
 
     def check_group(self, group: Mapping[str, Any], name: str, world_size: int) -> None:
-        if self.guard == "rewarm" and float(group["betas"][0]) == 0.0:
+        if self.faults.guard == "rewarm" and float(group["betas"][0]) == 0.0:
             raise ValueError(
                 f"betas[0] must be > 0 for a re-warm-up, which puts residuals back into the momentum, got 0 in "
                 f'{name or "the defaults"}; or pass Faults(guard="warn")'
@@ -109,24 +115,25 @@ class OneBitOptions(Options):
                 'variance must be one of "shared", "frozen", got "own": momentum that workers share would be divided '
                 "by each one's own variance; ZeroOneAdam(params, lr), whose momenta are their own too, has that"
             )
-        if str(self.overlap) == "always":
+        if str(self.wire.overlap) == "always":
             raise ValueError('overlap must be True or False, got "always": with Wire(overlap=True) each step overlaps')
         super().check()
         self._check_freeze()
         self._check_warmup()
         self._check_buckets()
-        if self.state == "8bit" and not self.precondition:
+        numerics = self.numerics
+        if numerics.state == "8bit" and not numerics.precondition:
             raise ValueError(
                 'state must be "fp32" or "bf16" with Numerics(precondition=False), got "8bit": updates would be '
                 "divided by a variance of three bits of mantissa, whose errors no residual makes good"
             )
-        if self.dead_coordinates == "keep" and self.lives:
+        if numerics.dead_coordinates == "keep" and self.lives:
             raise ValueError(
                 f'dead_coordinates must be "mean" with variance="{self.variance}", got "keep": a renewal gives all '
                 'coordinates a variance; or pass variance="frozen"'
             )
-        if self.dead_coordinates == "keep" and (self.precondition or self.least_share > 0):
-            way_out = "precondition=False" if self.precondition else "variance_floor=0"
+        if numerics.dead_coordinates == "keep" and (numerics.precondition or self.least_share > 0):
+            way_out = "precondition=False" if numerics.precondition else "variance_floor=0"
             raise ValueError(
                 f'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass Numerics({way_out})'
             )
@@ -181,19 +188,19 @@ class OneBitOptions(Options):
             )
 
     def _check_buckets(self) -> None:
-        if self.bucket_count > 1 and self.scale_scope == "global":
+        if self.bucket_count > 1 and self.numerics.scale_scope == "global":
             raise ValueError(
                 f'scale_scope must be "bucket", "layer" or "block" with {self.bucket_count} buckets, got "global": one '
                 "scale for all is known only when all gradients are"
             )
-        if not self.overlap:
+        if not self.wire.overlap:
             return
         if self.max_grad_norm is not None:
             raise ValueError(
                 f"max_grad_norm must be None with Wire(overlap=True), got {self.max_grad_norm!r}: the norm is known "
                 "only when all gradients are; the guard refuses outliers"
             )
-        if self.capturable:
+        if self.wire.capturable:
             raise ValueError(
                 "capturable must be False with Wire(overlap=True), got True: the backward pass sends buckets"
             )

@@ -146,7 +146,7 @@ class RoundPlan(Part):
                 f"the checkpoint was written with variance_policy={was!r}, but here it is {now!r}: all workers have "
                 "one variance with a policy, and without each its own; construct the optimizer as it was"
             )
-        before, here = header["settled"]["precondition"], frame.options.precondition
+        before, here = header["settled"]["precondition"], frame.options.numerics.precondition
         if before != here:
             raise ValueError(
                 f"the checkpoint was written with precondition={before!r}, but here it is {here!r}; it can't be "

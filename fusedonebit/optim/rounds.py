@@ -13,7 +13,7 @@ from ..comm import StepContext
 from ..core.frame import Frame
 from ..core.header import COUNT, INT, Field, Fields, list_of
 from ..core.part import Part
-from ..core.settings import Options
+from ..core.settled import Options
 from ..core.telemetry import upload
 
 
@@ -24,7 +24,7 @@ class RoundOptions(Options):
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
-        if self.capturable:
+        if self.wire.capturable:
             raise ValueError("capturable must be False, got True: what a step does depends on its place in the round")
 
 

@@ -106,7 +106,7 @@ class TwoStage(Algorithm):
         before = self.phase
         watched = self.warm_up.watch if self.warm_up.again == 0 else None
         if self.compression.running:
-            if self.options.guard == "rewarm" and self.frame.steps.outcomes.veto_is_due():
+            if self.options.faults.guard == "rewarm" and self.frame.steps.outcomes.veto_is_due():
                 self._rewarm()
             elif self.compression.variance.begin_step():
                 self.compression.weigh_guard()
@@ -134,11 +134,11 @@ class TwoStage(Algorithm):
         """End the warm-up, in place; where moments are stored in fewer bits, they are float32 meanwhile."""
         frame, compression, moments = self.frame, self.compression, self.moments
         compression.check_what_freezes()
-        keep = self.options.dead_coordinates == "keep"
+        keep = self.options.numerics.dead_coordinates == "keep"
         frame.steps.changing = True
         with moments.in_float32():
             dead, last = self._change_moments(keep)
-        moments.exp_avg_sq = moments.exp_avg_sq.to(self.options.variance_dtype)
+        moments.exp_avg_sq = moments.exp_avg_sq.to(self.options.numerics.variance_dtype)
         compression.exchange.reducer.begin()
         self._enter(compression=True)
         self.warm_up.ended_at = frame.steps.outcomes.updates
@@ -163,14 +163,15 @@ class TwoStage(Algorithm):
         self.warm_up.end()
         frame.coefficients.freeze_variance(frame.hyper.taken)
         compression.variance.begin(dead.mean, self.compression.table())
-        coef, inside, precondition = self.compression.table(), options.eps_inside_sqrt, options.precondition
+        numerics, coef = options.numerics, self.compression.table()
+        inside, precondition = numerics.eps_inside_sqrt, numerics.precondition
         factor = (compression.update_factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
         last = frame.ranks.shards.sum((compression.update_sums(moments.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
         if precondition and not options.lives:
             floor = quantile_floor(frame.places, moments.exp_avg_sq, coef, inside, frame.ranks.model)
             least = torch.maximum(least, floor)
-        filled, half = None if keep else dead.mean, options.variance_dtype is torch.bfloat16
+        filled, half = None if keep else dead.mean, numerics.variance_dtype is torch.bfloat16
         how = (inside, precondition, coef, filled, least, half)
         freeze(frame.places, moments.exp_avg, moments.exp_avg_sq, *how)
         return dead, last
@@ -191,10 +192,10 @@ class TwoStage(Algorithm):
         reducer.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][frame.places.block_tensor, None])
-        moments.exp_avg_sq = moments.exp_avg_sq.to(options.moments_dtype)
+        moments.exp_avg_sq = moments.exp_avg_sq.to(options.numerics.moments_dtype)
         with moments.in_float32():
             moments.exp_avg.copy_(reducer.result().add_(backlog))
-            how = (options.eps_inside_sqrt, options.precondition, coef)
+            how = (options.numerics.eps_inside_sqrt, options.numerics.precondition, coef)
             rewarm(frame.places, moments.exp_avg, moments.exp_avg_sq, *how)
         reducer.scale.zero_()
         self.warm_up.correct(
@@ -222,7 +223,7 @@ class TwoStage(Algorithm):
     def after_step(self) -> None:
         frame = self.frame
         if self.compression.running:
-            if self.options.capturable and self.compression.shares_squares:
+            if self.options.wire.capturable and self.compression.shares_squares:
                 self._renew()  # the next step may be a replay, and no graph does
                 self.compression.table()
             return
@@ -268,7 +269,7 @@ class TwoStage(Algorithm):
         if header["phase"] != "compression":
             return
         self._enter(compression=True)
-        self.moments.exp_avg_sq = self.moments.exp_avg_sq.to(self.options.variance_dtype)
+        self.moments.exp_avg_sq = self.moments.exp_avg_sq.to(self.options.numerics.variance_dtype)
         self.warm_up.end()
         if frame.coefficients.variance_betas is None:  # written before it was kept
             frame.coefficients.freeze_variance(frame.hyper.taken)
@@ -312,16 +313,16 @@ class TwoStage(Algorithm):
     def _in_momentum_units(self, part: Tensor, i: int) -> Tensor:
         unit = self.compression.unit
         part = part.clone() if unit is None else part / unit[i]
-        if self.options.precondition:
+        if self.options.numerics.precondition:
             v, k = self.value_of("exp_avg_sq", i).float(), self.compression.table()[i]
-            part *= denominator(v, k, self.options.eps_inside_sqrt)
+            part *= denominator(v, k, self.options.numerics.eps_inside_sqrt)
         return part
 
     def described(self) -> list[str]:
-        options = self.options
-        scale = f"scale: {options.scale_norm}, {options.scale_scope}"
-        scale += ", preconditioned" * options.precondition + ", ternary" * options.ternary
-        half = ["frozen_dtype: bfloat16"] if options.variance_dtype is torch.bfloat16 else []
+        options, numerics = self.options, self.options.numerics
+        scale = f"scale: {numerics.scale_norm}, {numerics.scale_scope}"
+        scale += ", preconditioned" * numerics.precondition + ", ternary" * numerics.ternary
+        half = ["frozen_dtype: bfloat16"] if numerics.variance_dtype is torch.bfloat16 else []
         warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self.warm_up.due!r}"
         if options.lives:
             warmup = f"variance: {options.variance}, after {self.warm_up.due} updates"

@@ -207,7 +207,7 @@ class SharedVariance(FrozenVariance):
     @property
     def _eases(self) -> bool:
         """Tell whether scales are contractive at first, and measured otherwise later."""
-        return self._options.scale_norm == "relaxed"
+        return self._options.numerics.scale_norm == "relaxed"
 
     def _ease(self) -> None:
         """Choose the ``scale_norm`` of this step, and of those that follow; the same on all ranks."""
@@ -266,8 +266,8 @@ class SharedVariance(FrozenVariance):
         shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
         renew_levels(*shared, self.levels, self.mean_sq, entered, self._woken, self._factors)
         frame.coefficients.forget()
-        unit = Unit(coef, self._factors, options.precondition)
-        reducer.renew(unit, self._moments.divisor(options.eps_inside_sqrt))
+        unit = Unit(coef, self._factors, options.numerics.precondition)
+        reducer.renew(unit, self._moments.divisor(options.numerics.eps_inside_sqrt))
         self.since = 0
         self.renewals += 1
         return True

@@ -87,7 +87,7 @@ def _variance(frame: Frame, state_dict: Mapping[str, Any], state: Mapping[str, A
     header = header_of(state_dict) or {}
     told = header.get("variance_step", state["step"])
     entered = float(told[i] if isinstance(told, list) else told) - group.get("added_at", 0)
-    if not frame.options.bias_correction or entered <= 0:
+    if not frame.options.numerics.bias_correction or entered <= 0:
         return v.float().contiguous()
     frozen = header.get("variance_betas")  # betas[1] may have been changed since the freeze
     beta2: float = float(group["betas"][1]) if frozen is None else frozen[frame.parameters.group_of[i]]

@@ -69,7 +69,7 @@ class WarmUp(Part):
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
         self.memory: float | None = None
-        self._steps = options.rewarm_steps
+        self._steps = options.faults.rewarm_steps
 
     def end(self) -> None:
         """Take note that v follows gradients no more."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from ..core.options import check_choice
-from ..core.settings import NUMERICS, Options
+from ..core.settings import NUMERICS, ScaleNorm
+from ..core.settled import Options
 from .policies import SyncPolicy, VariancePolicy, check_policies
 from .rounds import RoundOptions
 
@@ -20,10 +21,8 @@ class ZeroOneOptions(RoundOptions):
 
     variance_policy: VariancePolicy | None
     sync_policy: SyncPolicy
-    precondition: bool = True
-    bias_correction: bool = True
-    variance_floor: float = 1e-3
 
+    usual: ClassVar[dict[str, Any]] = {"precondition": True, "bias_correction": True, "variance_floor": 1e-3}
     takes: ClassVar[frozenset[str]] = (Options.takes - {"eps_inside_sqrt", "stochastic_rounding"}) | {
         *("scale_norm", "scale_scope", "precondition", "variance_floor", "serve_alone", "hierarchy")
     }
@@ -57,19 +56,19 @@ class ZeroOneOptions(RoundOptions):
                     f"{name} must be {usual!r} or None where workers have variances of their own, got "
                     f"{getattr(given, name)!r}; pass a variance_policy, such as policies.DoublingVariance()"
                 )
-        norm = "relaxed" if given.scale_norm is None else made.scale_norm
-        return replace(made, scale_norm=norm, variance_floor=0.0)
+        norm: ScaleNorm = "relaxed" if given.scale_norm is None else given.scale_norm
+        return replace(made, numerics=replace(made.numerics, scale_norm=norm, variance_floor=0.0))
 
     @property
     def coefficient_floor(self) -> float:
         """Return ``variance_floor``, which is part of denominators."""
-        return self.variance_floor
+        return self.numerics.variance_floor or 0.0
 
     def check_levels(self) -> None:
         raise ValueError("hierarchy must be None: between two synchronisations ranks of a node would move apart")
 
     def check(self) -> None:
         """Raise TypeError or ValueError for the first setting that makes no sense."""
-        check_choice("scale_scope", self.scale_scope, ("global", "layer", "block"))
+        check_choice("scale_scope", self.numerics.scale_scope, ("global", "layer", "block"))
         super().check()
         check_policies(self.variance_policy, self.sync_policy)

@@ -14,7 +14,8 @@ from ...core.algorithm import Algorithm
 from ...core.frame import Frame
 from ...core.optimizer import DistributedOptimizer
 from ...core.options import Made
-from ...core.settings import VARIANCE_FLOOR, Options
+from ...core.settings import VARIANCE_FLOOR
+from ...core.settled import Options
 from ...optim.averaging import Averaged, Update
 from ...optim.compressed import Compressed
 from ...optim.freezing import DeadCoordinates
@@ -191,7 +192,7 @@ class ExactMomentum(Compressed):
         return self.exchange.reducer
 
     def _denominators(self, v: Tensor, coef: Tensor) -> Tensor:
-        return rules.denominator(v, coef, self.options.eps_inside_sqrt)
+        return rules.denominator(v, coef, self.options.numerics.eps_inside_sqrt)
 
     def _flattened(self, gradients: Sequence[Tensor]) -> Tensor:
         layout = self.frame.layout

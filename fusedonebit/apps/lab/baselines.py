@@ -35,12 +35,11 @@ AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
 class BaselineOptions(LocalOptions):
     """Settings of a baseline. See ``BaselineSGD`` for their meaning."""
 
+    local_steps: int
     aggregation: str
     topology: Topology
     coding: Coding
     seed: int
-    rows: ClassVar = None
-    full_precision_every: ClassVar = 0
     recorded: ClassVar[tuple[str, ...]] = (
         *LocalOptions.recorded,
         "local_steps",
@@ -49,6 +48,11 @@ class BaselineOptions(LocalOptions):
         "coding",
         "seed",
     )
+
+    @property
+    def round_steps(self) -> int:
+        """See ``LocalOptions``."""
+        return self.local_steps
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
@@ -63,7 +67,7 @@ class BaselineOptions(LocalOptions):
 class BaselineAdamOptions(BaselineOptions):
     """Settings of ``BaselineAdam``."""
 
-    bias_correction: bool = True
+    usual: ClassVar[dict[str, Any]] = {"bias_correction": True}
 
 
 class Baseline(Marsit):

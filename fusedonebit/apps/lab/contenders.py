@@ -23,6 +23,7 @@ from ... import (
 )
 from ...comm import Topology
 from ...core.settings import VARIANCE_FLOOR, StateKind
+from ...core.settled import Options
 from ..averaged import Averaged
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, NaiveOneBitAdam, settled
 from .baseline_reducers import Coding
@@ -233,9 +234,10 @@ class Told:
 
     def __repr__(self) -> str:
         """Tell them as their own ``repr`` would, but for later ones that change nothing, and those that are gone."""
-        told = {field.name: getattr(self.options, field.name) for field in fields(self.options) if field.repr}
+        of = self.options
+        told = of.values() if isinstance(of, Options) else {each.name: getattr(of, each.name) for each in fields(of)}
         said = [f"{EARLIER.get(k, '')}{k}={v!r}" for k, v in told.items() if k not in LATER or v != LATER[k]]
-        return f"{type(self.options).__qualname__}({', '.join(said)})"
+        return f"{type(of).__qualname__}({', '.join(said)})"
 
 
 def settings(name: str, steps: int, weight_decay: float) -> tuple[Any, ...]:

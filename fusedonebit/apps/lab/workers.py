@@ -212,7 +212,7 @@ class BatchedLocalAdam(LocalAdam):
             for _, exp_avg, _ in self._others:
                 exp_avg.copy_(moments.exp_avg)
         anchor = self.keeps_in(moves, last)
-        step = LocalStep(self.bits.floored, self.options.precondition, moves, last, self.leaks, not shared)
+        step = LocalStep(self.bits.floored, self.options.numerics.precondition, moves, last, self.leaks, not shared)
         hold = self.round.no_flags if hold is None else hold
         for rank, (params, exp_avg, v) in zip(self._ranks, [mine, *self._others], strict=True):
             worker = rank.worker
@@ -261,8 +261,9 @@ def batch_workers(
     algorithm = optimizer.algorithm if isinstance(optimizer, DistributedOptimizer) else None
     if not isinstance(algorithm, (TwoStage, BatchedLocalAdam)):
         return None
-    names = ("scale_norm", "scale_scope", *(("ternary",) if isinstance(algorithm, TwoStage) else ()))
-    kinds: dict[str, Any] = {name: getattr(algorithm.options, name) for name in names}
+    numerics = algorithm.options.numerics
+    kinds: dict[str, Any] = {"scale_norm": numerics.scale_norm, "scale_scope": numerics.scale_scope}
+    kinds |= {"ternary": numerics.ternary} if isinstance(algorithm, TwoStage) else {}
     exchange = algorithm.exchange
     assert exchange is not None
     assert isinstance(exchange.reducer, CompressedAllReduce)

@@ -154,7 +154,8 @@ def template(
 
 def numerics(frame: Frame) -> dict[str, Any]:
     """Return the options that change what a step computes, as plain values."""
-    return {name: _plain(getattr(frame.options, name)) for name in frame.options.recorded}
+    values = frame.options.values()
+    return {name: _plain(values[name]) for name in frame.options.recorded}
 
 
 def _header(frame: Frame, phase: str, compressed: bool, values: Mapping[str, Any]) -> dict[str, Any]:
