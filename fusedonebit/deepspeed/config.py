@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 from .. import Faults, Layerwise, Numerics, OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -136,7 +136,7 @@ def _onebit_lamb_arguments(
     if layerwise is not None and (twice := sorted(LAMB_KEYS.keys() & given.keys())):
         raise ValueError(f"layerwise must be None where the config has {', '.join(twice)}; take them out of the config")
     bounds = {ours: given.pop(key, default) for key, (ours, default) in LAMB_KEYS.items()}
-    said = bounds if layerwise is None else _values_of(layerwise)
+    said = bounds if layerwise is None else vars(layerwise)
     return arguments | {"layerwise": DeepSpeedLayerwise(**said)} | _nothing_left(given) | options
 
 
@@ -198,7 +198,7 @@ def _two_stages(given: dict[str, Any], name: str, numerics: Numerics, faults: Fa
 
 def _completed(options: _T, otherwise: _T) -> _T:
     """Return an option object with ``otherwise``'s values where it says None."""
-    said, usual = _values_of(options), _values_of(otherwise)
+    said, usual = vars(options), vars(otherwise)
     return replace(options, **{name: usual[name] for name, value in said.items() if value is None})
 
 
@@ -214,8 +214,3 @@ _ARGUMENTS: dict[type[Any], Callable[..., dict[str, Any]]] = {
     ZeroOneAdam: _zero_one_adam_arguments,
 }
 """What translates a config to keyword arguments of ours."""
-
-
-def _values_of(options: Any) -> dict[str, Any]:
-    """Return the fields of an option object, by name."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}

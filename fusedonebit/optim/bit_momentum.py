@@ -18,7 +18,6 @@ from ..triton_kernels.headers import Word
 from ..triton_kernels.nouns import Coefficients
 from .freezing import denominator
 from .moments import MomentBuffers
-from .zero_one_options import ZeroOneOptions
 
 
 class BitMomentum(Part):
@@ -28,7 +27,6 @@ class BitMomentum(Part):
 
     Args:
         frame: Of the optimizer.
-        options: Its.
         moments: In which momentum is floats.
         exchange: In which it is bits.
 
@@ -47,12 +45,10 @@ class BitMomentum(Part):
         "summed": Field(AMOUNT_OF_EACH, one_per="tensor"),
     }
 
-    def __init__(
-        self, frame: Frame, options: ZeroOneOptions, moments: MomentBuffers, exchange: FeedbackExchange
-    ) -> None:
-        self._frame, self._options, self._moments, self._exchange = frame, options, moments, exchange
+    def __init__(self, frame: Frame, moments: MomentBuffers, exchange: FeedbackExchange, waits: bool) -> None:
+        self._frame, self._moments, self._exchange = frame, moments, exchange
         tensors, device = max(1, len(frame.layout.sizes)), frame.device
-        self.as_floats, self.waits, self.floored = True, not options.owns, options.coefficient_floor > 0
+        self.as_floats, self.waits, self.floored = True, waits, frame.options.coefficient_floor > 0
         self.entered = torch.zeros_like(frame.steps.of_each)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._summed = torch.ones(tensors, device=device)  # steps of the round whose bits the momentum is
@@ -96,14 +92,14 @@ class BitMomentum(Part):
         """
         if self.as_floats:
             return
-        frame, options, moments = self._frame, self._options, self._moments
+        frame, moments, precondition = self._frame, self._moments, self._frame.options.numerics.precondition
         layout, exp_avg = frame.layout, moments.exp_avg
         if renews:
             coef = frame.coefficients.fresh(frame.hyper.taken, Made(frame.steps.of_each, self.entered, renews=False))
-        v, inside = moments.exp_avg_sq if options.numerics.precondition else None, self.floored and not renews
+        v, inside = moments.exp_avg_sq if precondition else None, self.floored and not renews
         awaited = self.mean_sq if self.waits else None
         self.rebuild(exp_avg, coef, self._summed, awaited, v, inside)
-        if renews and self.floored and not options.numerics.precondition:  # too rare to have a kernel
+        if renews and self.floored and not precondition:  # too rare to have a kernel
             floored = frame.coefficients.fresh(frame.hyper.taken, self.made)
             for i, size in enumerate(layout.sizes):
                 part = slice(layout.offset(i), layout.offset(i) + size)
@@ -154,7 +150,7 @@ class BitMomentum(Part):
         part = frame.parameters.shaped(self._exchange.reducer.result(), i, at) / self._summed[i]
         if self.waits:
             part = part * (self.mean_sq[i] > 0)
-        if not self._options.numerics.precondition:
+        if not frame.options.numerics.precondition:
             return part
         k = frame.coefficients.fresh(frame.hyper.taken, self.made)[i]
         return part * denominator(frame.parameters.shaped(moments.exp_avg_sq, i, at), k, self.floored)
@@ -179,10 +175,6 @@ class BitMomentum(Part):
         self.as_floats = header["floats"]
         self.entered = torch.minimum(each(header["entered"], self.entered), of_each)
         self._summed, self._summed_alike = each(header["summed"], self._summed), None
-
-    def resumed(self, header: Mapping[str, Any]) -> None:
-        if not self._options.owns:
-            self.sum_variance()
 
     def residual_over(self, renewals_alone: bool) -> float:
         """Return the norm of the workers' residuals over that of the last update in bits; waits for the device.

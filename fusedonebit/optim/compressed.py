@@ -58,7 +58,7 @@ class Compressed(Stage):
         self.exchange = FeedbackExchange(frame, reducer)
         self.variance = FrozenVariance()
         if options.lives:
-            self.variance = SharedVariance(frame, options, moments, self.exchange, warm_up)
+            self.variance = SharedVariance(frame, moments, self.exchange, warm_up)
         self.weighs = SQUARES if options.lives else 1  # a shared variance weighs gradients' squares, too
         coarse = not options.numerics.precondition and options.numerics.scale_scope != "block"
         self.guard = DivergenceGuard(frame.device, coarse, options.faults.guard != "off")

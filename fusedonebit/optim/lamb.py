@@ -114,12 +114,13 @@ class LambUpdate(Part):
     """
 
     def __init__(self, frame: Frame, moments: MomentBuffers, layers: LambLayers, deepspeed: bool = False) -> None:
-        self._frame, self._moments, self._layers, self._deepspeed = frame, moments, layers, deepspeed
+        self._moments, self._layers, self._deepspeed = moments, layers, deepspeed
         self.make_room()
 
     def make_room(self) -> None:
         """Allocate ``norms``."""
-        self.norms = torch.zeros(2, self._frame.layout.n_blocks, dtype=torch.float64, device=self._frame.device)
+        frame = self._layers.frame
+        self.norms = torch.zeros(2, frame.layout.n_blocks, dtype=torch.float64, device=frame.device)
 
     def drop_room(self) -> None:
         """Give ``norms``' memory back."""
@@ -127,7 +128,7 @@ class LambUpdate(Part):
 
     def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Make one update, as ``averaging.Update``."""
-        frame, moments, layers = self._frame, self._moments, self._layers
+        moments, layers, frame = self._moments, self._layers, self._layers.frame
         dense, moved = frame.parameters.dense, (moments.stored, frame.options.numerics.eps_inside_sqrt, coef, skip)
         lamb_update(dense, grads, frame.places, *moved, moments.squares, self.norms, *found)
         norms, start = layers.whole(self.norms)

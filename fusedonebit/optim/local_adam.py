@@ -82,7 +82,7 @@ class LocalAdam(Algorithm, Stage):
         self.anchor = self.averaged.averages.make()[: layout.numel + TAIL]
         self.round = RoundCount(frame)
         self.plan = RoundPlan(frame, self.round, (options.variance_policy, options.sync_policy))
-        self.bits = BitMomentum(frame, options, moments, exchange)
+        self.bits = BitMomentum(frame, moments, exchange, waits=not options.owns)
         self.parts = (self.averaged, exchange, self.round, self.plan, self.bits)
         self.own = OwnVariance(frame) if options.owns else None
         self.weighs = SQUARES if options.owns else 1  # own variances weigh gradients' squares, too
@@ -94,7 +94,6 @@ class LocalAdam(Algorithm, Stage):
         # With these what workers have added up is compressed as it is, and applied.
         self._plain = reducer.plain_coefficients()
         self._plain[:, Coef.STEP_SIZE] = 1.0
-        self._all_missing = [frame.nothing] * len(layout.sizes)
 
     @property
     def reducer(self) -> CompressedAllReduce:
@@ -262,7 +261,8 @@ class LocalAdam(Algorithm, Stage):
         backups = self._back_up(context.missing)
         self.add(grads, agreed.coef, hold, moves=True, last=True)
         context = context._replace(pending=self.pending)
-        exchange.synchronise(lambda part: part.compress(self._all_missing, self._plain), context, coef)
+        none = [frame.nothing] * len(grads)
+        exchange.synchronise(lambda part: part.compress(none, self._plain), context, coef)
         self.reducer.backups += backups
         left, decay, far = self._plain[:, Coef.DECAY], coef[:, Coef.DECAY], coef[:, Coef.STEP_SIZE]
         rests = may_rest(frame)
@@ -393,6 +393,8 @@ class LocalAdam(Algorithm, Stage):
             self.own.begin(frame.steps.of_each)
 
     def resumed(self, header: Mapping[str, Any]) -> None:
+        if self.own is None:
+            self.bits.sum_variance()
         if header.get("lines"):
             self.reducer.serve_again()
 

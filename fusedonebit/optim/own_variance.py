@@ -44,8 +44,7 @@ class OwnVariance(Part):
         layout, device = frame.layout, frame.device
         tensors = len(layout.sizes)
         self.levels, self.rho = torch.zeros(LEVELS, tensors, device=device), torch.ones(tensors, device=device)
-        self._alone = frame.ranks.transport.world_size == 1
-        if self._alone:
+        if frame.ranks.transport.world_size == 1:
             return
         share, lengths, first = places(layout)
         counts = layout.block_size // share
@@ -58,7 +57,8 @@ class OwnVariance(Part):
 
     def tells(self, done: int, steps: int) -> bool:
         """Return whether ranks tell each other anything in a round of ``steps`` after ``done`` steps."""
-        return not self._alone and (done < EARLY or (done + steps) // TOLD_EVERY > done // TOLD_EVERY)
+        several = self._frame.ranks.transport.world_size > 1
+        return several and (done < EARLY or (done + steps) // TOLD_EVERY > done // TOLD_EVERY)
 
     def tell(self, grads: Sequence[Tensor], factor: Tensor | None, exp_avg_sq: Tensor) -> Tensor:
         """Return what this rank tells of its gradients, float32 [projections + tensors]."""
@@ -96,11 +96,12 @@ class OwnVariance(Part):
         )
 
     def held(self) -> Sequence[Tensor]:
-        tables = () if self._alone else (self._share, self._place, self._lengths, self._first, self._blocks)
+        alone = self._frame.ranks.transport.world_size == 1
+        tables = () if alone else (self._share, self._place, self._lengths, self._first, self._blocks)
         return self.levels, self.rho, *tables
 
     def scratch(self) -> Sequence[Tensor]:
-        return [] if self._alone else [self._projections, self._sums]
+        return [] if self._frame.ranks.transport.world_size == 1 else [self._projections, self._sums]
 
 
 def places(layout: FlatLayout) -> tuple[Tensor, list[int], list[int]]:

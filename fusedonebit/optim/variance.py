@@ -116,7 +116,6 @@ class SharedVariance(FrozenVariance):
 
     Args:
         frame: Of the optimizer.
-        options: Its.
         moments: Which hold v.
         exchange: Of the compression stage.
         warm_up: Which says how many updates have entered v.
@@ -131,15 +130,7 @@ class SharedVariance(FrozenVariance):
 
     mean_sq: Tensor
 
-    def __init__(
-        self,
-        frame: Frame,
-        options: OneBitOptions,
-        moments: MomentBuffers,
-        exchange: FeedbackExchange,
-        warm_up: WarmUp,
-    ) -> None:
-        self._options = options
+    def __init__(self, frame: Frame, moments: MomentBuffers, exchange: FeedbackExchange, warm_up: WarmUp) -> None:
         self._frame, self._moments, self._exchange, self._warm_up = frame, moments, exchange, warm_up
         tensors, device = max(1, len(frame.layout.sizes)), frame.device
         self.levels = torch.zeros(LEVELS, tensors, device=device)
@@ -207,7 +198,7 @@ class SharedVariance(FrozenVariance):
     @property
     def _eases(self) -> bool:
         """Tell whether scales are contractive at first, and measured otherwise later."""
-        return self._options.numerics.scale_norm == "relaxed"
+        return self._frame.options.numerics.scale_norm == "relaxed"
 
     def _ease(self) -> None:
         """Choose the ``scale_norm`` of this step, and of those that follow; the same on all ranks."""
@@ -261,7 +252,8 @@ class SharedVariance(FrozenVariance):
         if not self._shared:
             return False
         self._shared, self._renewed = False, True
-        frame, reducer, options = self._frame, self._exchange.reducer, self._options
+        frame, reducer, options = self._frame, self._exchange.reducer, self._frame.options
+        assert isinstance(options, OneBitOptions)
         coef, entered = frame.coefficients.last, self._warm_up.entered
         shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
         renew_levels(*shared, self.levels, self.mean_sq, entered, self._woken, self._factors)

@@ -58,7 +58,7 @@ class WarmUp(Part):
     }
 
     def __init__(self, frame: Frame, options: OneBitOptions) -> None:
-        self._of_each = of_each = frame.steps.of_each
+        self._frame, of_each = frame, frame.steps.of_each
         beta2 = max(float(group["betas"][1]) for group in frame.groups)
         self.due = options.latest_freeze(beta2)
         self.ended_at: int | None = None
@@ -69,7 +69,6 @@ class WarmUp(Part):
         self.dead_tensors: list[int] = []
         self.dead_coordinates = 0
         self.memory: float | None = None
-        self._steps = options.faults.rewarm_steps
 
     def end(self) -> None:
         """Take note that v follows gradients no more."""
@@ -88,7 +87,8 @@ class WarmUp(Part):
 
     def begin_again(self, updates: int) -> None:
         """Take note that it begins again after so many updates."""
-        self.follows, self.due, self.memory = True, updates + self._steps, float(self._steps)
+        steps = self._frame.options.faults.rewarm_steps
+        self.follows, self.due, self.memory = True, updates + steps, float(steps)
         self.again += 1
 
     # ---------------------------------------------------------------- a part of an algorithm
@@ -124,14 +124,14 @@ class WarmUp(Part):
         self.dead_coordinates = header.get("dead_coordinates", 0)
         if self.watch is not None and header.get("auto") is not None:
             self.watch.load_state_dict(header["auto"])
-        entered = of_each = self._of_each
+        entered = of_each = self._frame.steps.of_each
         if "variance_step" in header:
             entered = each(header["variance_step"], of_each)
             # One number for all tensors may be more than some have had.
             entered = torch.where(entered.isinf(), entered, torch.minimum(entered, of_each))
         self.entered.copy_(entered)
         if self.again:
-            self.due, self.memory = header["freeze_due"], float(self._steps)
+            self.due, self.memory = header["freeze_due"], float(self._frame.options.faults.rewarm_steps)
 
     def stats(self) -> dict[str, Any]:
         return {"freeze_step": self.ended_at, "rewarms": self.again, "dead_coordinates": self.dead_coordinates}
