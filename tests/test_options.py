@@ -37,6 +37,7 @@ from fusedonebit import (
     policies,
 )
 from fusedonebit.comm import SimulatedGroup
+from fusedonebit.core.formats import Format, Formats
 from fusedonebit.core.state.saving import header_of
 from fusedonebit.deepspeed.config import DeepSpeedLayerwise
 
@@ -249,6 +250,55 @@ def test_an_optimizers_own_default_stands_where_an_object_says_none():
         "contractive",
         "relaxed",
     ]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_settings_are_the_objects_that_users_pass_settled(name):
+    options = MAKE[name](model_of().parameters(), lr=1e-3).frame.options
+    for argument, kind in options.objects.items():
+        assert isinstance(getattr(options, argument), kind)
+        assert len(vars(getattr(options, argument))) <= 25
+    assert len(vars(options)) <= 25
+    assert {name for name, value in options.values().items() if value is None} <= {
+        *("mask", "hierarchy", "model_parallel", "max_grad_norm", "buckets", "block_size"),
+        *("variance_floor", "momentum_scaling", "deadline", "warmup", "total_steps", "variance_policy", "rows"),
+    }
+
+
+def test_settings_keep_neither_masks_nor_a_checkpoint():
+    earlier, model = model_of(), model_of()
+    before = OneBitAdam(earlier.parameters(), freeze_step=2)
+    take_steps(earlier, before, range(4))
+    freeze, masked = Freeze(step=0, warm_start=before.state_dict()), {model[0].bias: torch.ones(16, dtype=torch.bool)}
+    options = OneBitAdam(model.parameters(), freeze_step=freeze, numerics=Numerics(mask=masked)).frame.options
+    assert (options.freeze_step, options.warm_started, options.numerics.mask) == (0, True, None)
+    assert all(value is not freeze.warm_start for value in options.values().values())
+
+
+WIDE, HALF = Format(torch.float32), Format(torch.bfloat16, random=True)
+CODES = Format(torch.uint8, coded=True, random=True)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "formats"),
+    [
+        (Numerics(), Formats(WIDE, WIDE, WIDE, Format(None))),
+        (Numerics(frozen_dtype=torch.bfloat16), Formats(WIDE, Format(torch.bfloat16), HALF, Format(None))),
+        (Numerics(state="bf16"), Formats(HALF, Format(torch.bfloat16), HALF, Format(None))),
+        (
+            Numerics(state="8bit", frozen_dtype=torch.bfloat16),
+            Formats(CODES, CODES._replace(random=False), CODES, Format(None)),
+        ),
+        (Numerics(stochastic_rounding=True), Formats(WIDE, WIDE, WIDE, Format(None, random=True))),
+        (Numerics(master_weights=True), Formats(WIDE, WIDE, WIDE, WIDE)),
+        (Numerics(master_weights="16bit"), Formats(WIDE, WIDE, WIDE, Format(torch.int16))),
+        (Numerics(master_weights="8bit"), Formats(WIDE, WIDE, WIDE, Format(torch.int8, random=True))),
+    ],
+    ids=lambda value: "" if isinstance(value, Formats) else ",".join(k for k, v in vars(value).items() if v),
+)
+def test_four_options_say_which_format_each_role_has(numerics, formats):
+    model = model_of().to(torch.bfloat16)
+    assert OneBitAdam(model.parameters(), numerics=numerics).frame.options.formats == formats
 
 
 TOLD = {"bias_correction", "eps_inside_sqrt", "stochastic_rounding"}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm import CollectiveError
 from .params import ParameterList
+from .settings import Numerics
 from .sharding import local
 
 
@@ -40,43 +41,31 @@ def check_masks(masks: Mapping[Tensor, Tensor], params: ParameterList) -> None:
             )
 
 
-def check_rounding(stochastic: bool, params: ParameterList) -> None:
-    """Raise ValueError if stochastic rounding was asked for and can't be had for every 16-bit parameter."""
-    if not stochastic:
+def check_16_bits(numerics: Numerics, optimizer: str, corrects: bool, params: ParameterList) -> None:
+    """Raise ValueError if bfloat16 parameters are to be rounded at random, or have corrections, and that can't be."""
+    kind = numerics.master_weights
+    if numerics.stochastic_rounding:
+        option, usual, got, only, wide = "stochastic_rounding", "False", "True", "", "not rounded"
+    elif isinstance(kind, bool):
         return
+    else:
+        option, usual, got, wide = "master_weights", "True or False", repr(kind), "masters themselves"
+        only = ": only bfloat16 is the upper half of a float32"
+        if not corrects:
+            raise ValueError(
+                f"master_weights must be True or False with {optimizer}, got {got}: its kernels read parameters "
+                "without corrections; use True, or AdamW, OneBitAdam or OneBitLion"
+            )
     for p, name in zip(params.params, params.names, strict=True):
         if p.dtype is torch.float16:
             raise ValueError(
-                f"stochastic_rounding must be False where a parameter is float16, got True and {name} of float16; "
+                f"{option} must be {usual} where a parameter is float16, got {got} and {name} of float16{only}; "
                 "use bfloat16, or Numerics(master_weights=True)"
             )
     if params.params and all(p.dtype is not torch.bfloat16 for p in params.params):
         raise ValueError(
-            "stochastic_rounding must be False without bfloat16 parameters, got True and parameters of float32 only: "
-            "those are not rounded; cast the model to bfloat16, or leave the option out"
-        )
-
-
-def check_corrections(kind: bool | str, optimizer: str, corrects: bool, params: ParameterList) -> None:
-    """Raise ValueError if corrections were asked for in masters' stead, and can't be had."""
-    if isinstance(kind, bool):
-        return
-    if not corrects:
-        raise ValueError(
-            f"master_weights must be True or False with {optimizer}, got {kind!r}: its kernels read parameters without "
-            "corrections; use True, or AdamW, OneBitAdam or OneBitLion"
-        )
-    for p, name in zip(params.params, params.names, strict=True):
-        if p.dtype is torch.float16:
-            raise ValueError(
-                f"master_weights must be True or False where a parameter is float16, got {kind!r} and {name} of "
-                "float16: only bfloat16 is the upper half of a float32; use bfloat16, or "
-                "Numerics(master_weights=True)"
-            )
-    if params.params and all(p.dtype is not torch.bfloat16 for p in params.params):
-        raise ValueError(
-            f"master_weights must be False without bfloat16 parameters, got {kind!r} and parameters of float32 only: "
-            "those are masters themselves; cast the model to bfloat16, or leave the option out"
+            f"{option} must be False without bfloat16 parameters, got {got} and parameters of float32 only: those are "
+            f"{wide}; cast the model to bfloat16, or leave the option out"
         )
 
 

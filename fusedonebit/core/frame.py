@@ -15,7 +15,7 @@ from ..comm.agreement import Fact
 from ..triton_kernels import Coef, FlatLayout, LiveTable, choose_block_size, live_table
 from ..triton_kernels.nouns import Places
 from ..triton_kernels.tables import tables_of
-from .consensus import check_corrections, check_device, check_masks, check_rounding
+from .consensus import check_16_bits, check_device, check_masks
 from .hyper_parameters import HyperParameters
 from .options import CoefficientTable, numbers, stated
 from .params import ParameterList
@@ -122,12 +122,11 @@ class Frame:
         """List the groups' parameters, and those that model-parallel ranks have alike; raise if they can't be used."""
         ranks = self.ranks.model_parallel.groups
         split_over = ranks[0].transport if ranks else None
-        self.parameters = ParameterList(self.groups, self.options.numerics.master_weights, split_over)
+        self.parameters = ParameterList(self.groups, self.options.formats.parameters.dtype, split_over)
 
     def check_16_bits(self, corrects: bool) -> None:
         """Raise ValueError if parameters can't be rounded, or have masters, as the options say."""
-        check_rounding(self.options.numerics.stochastic_rounding, self.parameters)
-        check_corrections(self.options.numerics.master_weights, self.name, corrects, self.parameters)
+        check_16_bits(self.options.numerics, self.name, corrects, self.parameters)
 
     def check_shards(self, shards: bool) -> None:
         """Raise ValueError if parameters are sharded and can't be, or over ranks that are to be averaged over."""
@@ -352,8 +351,7 @@ class Frame:
     @property
     def rounding(self) -> Tensor | None:
         """Return what ops draw the random bits of stochastic rounding from; on the device, equal on all ranks."""
-        rounds = self.options.numerics.stochastic_rounding or self.options.numerics.master_weights == "8bit"
-        return self.steps.updates if rounds else None
+        return self.steps.updates if self.options.formats.parameters.random else None
 
     @property
     def tag_of_shards(self) -> int:

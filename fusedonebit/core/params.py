@@ -19,8 +19,6 @@ from ..triton_kernels.tables import Facts, Listed, Pattern
 from .param_checks import SUPPORTED_DTYPES, check_parameter, is_dense, refuse_gradient
 from .sharding import like, local, replicas, shard_mesh
 
-CORRECTIONS: dict[bool | str, torch.dtype] = {"8bit": torch.int8, "16bit": torch.int16}
-"""In what ``master_weights`` keeps what bfloat16 parameters lack of masters."""
 ALL = slice(None)
 # For ``map``, whose loop is not Python's.
 _GRAD, _REQUIRES_GRAD = map(operator.attrgetter, ("grad", "requires_grad"))
@@ -36,7 +34,7 @@ class ParameterList:
 
     Args:
         groups: As of an optimizer.
-        master_weights: As of ``Numerics``.
+        kept_in: As of ``Formats.parameters``.
         split_over: Connects the ranks over which tensors of the model are cut; None: none is.
 
     Raises:
@@ -46,7 +44,7 @@ class ParameterList:
     def __init__(
         self,
         groups: Sequence[Mapping[str, Any]],
-        master_weights: bool | str = False,
+        kept_in: torch.dtype | None = None,
         split_over: Transport | None = None,
     ) -> None:
         self.owners: list[Tensor] = []  # those that require gradients, as given
@@ -83,7 +81,8 @@ class ParameterList:
         self.sizes = tuple(p.numel() for p in self.params)
         # What the ops write: the parameters themselves, or their dense copies.
         self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
-        whole, self._kept_in = master_weights is True, CORRECTIONS.get(master_weights)
+        whole = kept_in is torch.float32
+        self._kept_in = None if whole else kept_in
         self.masters = [i for i, p in enumerate(self.params) if whole and p.dtype != torch.float32]
         self.corrected = [i for i, p in enumerate(self.params) if self._kept_in and p.dtype == torch.bfloat16]
         self.correction: Tensor | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import torch
-
 from ..triton_kernels import ScaleScope
+from .formats import Formats, formats_of
 from .options import check_choice, check_flag, is_number
 from .settings import DeadCoordinates, Faults, Guard, Numerics, ScaleNorm, Wire
 
@@ -28,16 +28,6 @@ class SettledNumerics(Numerics):
     dead_coordinates: DeadCoordinates = "mean"
     bias_correction: bool = False
     serve_alone: bool = False
-
-    @property
-    def moments_dtype(self) -> torch.dtype:
-        """Return in which dtype moments are kept; in uint8 they are codes."""
-        return {"bf16": torch.bfloat16, "8bit": torch.uint8}.get(self.state, torch.float32)
-
-    @property
-    def variance_dtype(self) -> torch.dtype:
-        """Return in which dtype a variance is kept in the compression stage."""
-        return self.frozen_dtype if self.state == "fp32" else self.moments_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +65,11 @@ class Options:
 
     recorded: ClassVar[tuple[str, ...]] = ("bias_correction", "eps_inside_sqrt", "stochastic_rounding")
     """What changes what a step computes, and a checkpoint does not compare otherwise: it says them."""
+
+    @cached_property
+    def formats(self) -> Formats:
+        """Return in which formats numbers are stored, once settings are checked."""
+        return formats_of(self.numerics)
 
     @property
     def bucket_count(self) -> int:

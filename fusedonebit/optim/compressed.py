@@ -53,7 +53,7 @@ class Compressed(Stage):
         self.moments, self.warm_up, options = moments, warm_up, self.options
         self.running = False
         self.unit: Tensor | None = None
-        squares = options.numerics.variance_dtype if options.lives else None
+        squares = options.formats.squares.dtype if options.lives else None
         reducer = make_reducer(self, moments.exp_avg, moments.exponents, squares)
         self.exchange = FeedbackExchange(frame, reducer)
         self.variance = FrozenVariance()
@@ -62,7 +62,6 @@ class Compressed(Stage):
         self.weighs = SQUARES if options.lives else 1  # a shared variance weighs gradients' squares, too
         coarse = not options.numerics.precondition and options.numerics.scale_scope != "block"
         self.guard = DivergenceGuard(frame.device, coarse, options.faults.guard != "off")
-        self._rounds_randomly = moments.narrow or squares not in (None, torch.float32)
 
     # ---------------------------------------------------------------- the step
 
@@ -101,7 +100,9 @@ class Compressed(Stage):
 
     def context(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> StepContext:
         """Return what this rank shares_squares the others."""
-        return self.exchange.context(abort, hold, self.frame.steps.updates if self._rounds_randomly else None, limit)
+        formats = self.options.formats
+        drawn = formats.moments.random or (formats.squares.random and self.options.lives)
+        return self.exchange.context(abort, hold, self.frame.steps.updates if drawn else None, limit)
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         """Return what writes the bits of beta1*m + (1 - beta1)*g + e.
@@ -201,8 +202,9 @@ class Compressed(Stage):
 
     def settled(self) -> dict[str, Any]:
         """Return options that say in which unit, or with what, the stage goes on."""
-        own, chosen = self.options.numerics, dict[str, Any](variance=self.options.variance)
-        chosen |= {"precondition": own.precondition, "ternary": own.ternary, "frozen_dtype": str(own.variance_dtype)}
+        own, dtype = self.options.numerics, self.options.formats.variance.dtype
+        chosen: dict[str, Any] = {"variance": self.options.variance}
+        chosen |= {"precondition": own.precondition, "ternary": own.ternary, "frozen_dtype": str(dtype)}
         return chosen | ({"eps_inside_sqrt": own.eps_inside_sqrt} if own.precondition else {})
 
     def begin_warm(self, tables: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ class MomentBuffers(Part):
     """The moments of all parameters, by flat index.
 
     Args:
-        frame: Of the optimizer; ``Numerics(state=...)`` says in which form they are stored.
+        frame: Of the optimizer; its ``options.formats.moments`` say in which form they are stored.
 
     Attributes:
         exp_avg: m, [P]; in the compression stage workers' compensated values are there.
@@ -31,17 +31,16 @@ class MomentBuffers(Part):
     """
 
     def __init__(self, frame: Frame) -> None:
-        self._frame, self.narrow = frame, frame.options.numerics.state != "fp32"
-        dtype, layout, device = frame.options.numerics.moments_dtype, frame.layout, frame.device
+        self._frame, layout, device = frame, frame.layout, frame.device
+        dtype, coded, _ = frame.options.formats.moments
         self.exp_avg, self.exp_avg_sq = (torch.zeros(layout.numel, dtype=dtype, device=device) for _ in range(2))
-        coded = frame.options.numerics.state == "8bit"
         self.exponents = torch.zeros(3, layout.n_blocks, dtype=torch.uint8, device=device) if coded else None
         self.squares: Tensor | None = None
 
     @property
     def stored(self) -> Moments:
         """Return m and v as ops take them."""
-        drawn = self._frame.steps.updates if self.narrow else None
+        drawn = self._frame.steps.updates if self._frame.options.formats.moments.random else None
         return Moments(self.exp_avg, self.exp_avg_sq, self.exponents, drawn)
 
     def divisor(self, eps_inside_sqrt: bool) -> Divisor:

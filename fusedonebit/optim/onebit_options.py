@@ -24,14 +24,6 @@ LIVES_AFTER = 0.25
 SETTLES_WITHIN = 10
 """The same after which ``Freeze`` waits no longer; see docs/design.md."""
 
-USUAL_OF_LIVING: dict[str, Any] = {
-    "scale_norm": "relaxed",
-    "precondition": True,
-    "bias_correction": True,
-    "variance_floor": None,
-}
-"""Default numerics of any optimizer where v lives on."""
-
 _T = TypeVar("_T", bound="OneBitOptions")
 
 
@@ -66,7 +58,8 @@ class OneBitOptions(Options):
         if arguments.get("variance") is None:
             said["variance"] = "shared" if given is None else "frozen"
         made, numerics = super().of(optimizer, said), arguments.get("numerics", NUMERICS)
-        unsaid = {name: usual for name, usual in USUAL_OF_LIVING.items() if getattr(numerics, name) is None}
+        living = {"scale_norm": "relaxed", "precondition": True, "bias_correction": True, "variance_floor": None}
+        unsaid: dict[str, Any] = {name: usual for name, usual in living.items() if getattr(numerics, name) is None}
         return replace(made, numerics=replace(made.numerics, **unsaid)) if made.lives else made
 
     @property
@@ -81,7 +74,7 @@ class OneBitOptions(Options):
 
     @property
     def least_share(self) -> float:
-        """Return the share of its tensor's mean that frozen v has at least."""
+        """Return the share of its tensor's mean that v has at least in the compression stage."""
         numerics = self.numerics
         preconditioned = 0.0 if not numerics.precondition else LIVING_FLOOR if self.lives else VARIANCE_FLOOR
         return preconditioned if numerics.variance_floor is None else numerics.variance_floor

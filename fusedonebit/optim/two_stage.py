@@ -138,7 +138,7 @@ class TwoStage(Algorithm):
         frame.steps.changing = True
         with moments.in_float32():
             dead, last = self._change_moments(keep)
-        moments.exp_avg_sq = moments.exp_avg_sq.to(self.options.numerics.variance_dtype)
+        moments.exp_avg_sq = moments.exp_avg_sq.to(self.options.formats.variance.dtype)
         compression.exchange.reducer.begin()
         self._enter(compression=True)
         self.warm_up.ended_at = frame.steps.outcomes.updates
@@ -171,7 +171,7 @@ class TwoStage(Algorithm):
         if precondition and not options.lives:
             floor = quantile_floor(frame.places, moments.exp_avg_sq, coef, inside, frame.ranks.model)
             least = torch.maximum(least, floor)
-        filled, half = None if keep else dead.mean, numerics.variance_dtype is torch.bfloat16
+        filled, half = None if keep else dead.mean, options.formats.variance.dtype is torch.bfloat16
         how = (inside, precondition, coef, filled, least, half)
         freeze(frame.places, moments.exp_avg, moments.exp_avg_sq, *how)
         return dead, last
@@ -192,7 +192,7 @@ class TwoStage(Algorithm):
         reducer.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][frame.places.block_tensor, None])
-        moments.exp_avg_sq = moments.exp_avg_sq.to(options.numerics.moments_dtype)
+        moments.exp_avg_sq = moments.exp_avg_sq.to(options.formats.moments.dtype)
         with moments.in_float32():
             moments.exp_avg.copy_(reducer.result().add_(backlog))
             how = (options.numerics.eps_inside_sqrt, options.numerics.precondition, coef)
@@ -269,7 +269,7 @@ class TwoStage(Algorithm):
         if header["phase"] != "compression":
             return
         self._enter(compression=True)
-        self.moments.exp_avg_sq = self.moments.exp_avg_sq.to(self.options.numerics.variance_dtype)
+        self.moments.exp_avg_sq = self.moments.exp_avg_sq.to(self.options.formats.variance.dtype)
         self.warm_up.end()
         if frame.coefficients.variance_betas is None:  # written before it was kept
             frame.coefficients.freeze_variance(frame.hyper.taken)
@@ -322,7 +322,7 @@ class TwoStage(Algorithm):
         options, numerics = self.options, self.options.numerics
         scale = f"scale: {numerics.scale_norm}, {numerics.scale_scope}"
         scale += ", preconditioned" * numerics.precondition + ", ternary" * numerics.ternary
-        half = ["frozen_dtype: bfloat16"] if numerics.variance_dtype is torch.bfloat16 else []
+        half = ["frozen_dtype: bfloat16"] if options.formats.variance.dtype is torch.bfloat16 else []
         warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self.warm_up.due!r}"
         if options.lives:
             warmup = f"variance: {options.variance}, after {self.warm_up.due} updates"
