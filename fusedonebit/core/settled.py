@@ -118,6 +118,7 @@ class Options:
 
     def values(self) -> dict[str, Any]:
         """Return each setting by its name alone, as ranks compare them and checkpoints tell them."""
+        # In this order ranks name the first that differs, and records are hashed.
         objects = [getattr(self, argument) for argument in reversed(self.objects)]
         names = [(each, field.name) for each in (*objects, self) for field in fields(each)]
         return {name: getattr(each, name) for each, name in names if name not in self.objects}
