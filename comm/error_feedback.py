@@ -77,7 +77,7 @@ class ErrorFeedback(Scaled):
         self.compensated, self.exponents, self.measures = compensated, exponents, measures
         self.scale, self.settled = torch.zeros(blocks, device=device), torch.zeros(blocks, device=device)
         self.partials = torch.zeros(3 if ternary else 2, blocks, dtype=torch.float64, device=device)
-        self.norm, self._ternary = norm, ternary
+        self.norm = norm
         self.segment = segment.to(device, torch.int32)
         self.measured = torch.zeros(int(segment[-1]) + 1, device=device)
         self._work = Segments.of(segment if measures else segment[:0], self.measured)
@@ -134,7 +134,7 @@ class ErrorFeedback(Scaled):
         if not self.compensated.numel():  # nothing is kept
             return
         self.settled += self.scale
-        settle(Compensated(self.compensated, self.scale, self.exponents), self._ternary, self.places)
+        settle(Compensated(self.compensated, self.scale, self.exponents), len(self.partials) == 3, self.places)
 
     def values(self) -> Tensor:
         """Return c, float32 [n]; after ``settle`` e. Where it is kept in float32, that memory."""
@@ -167,5 +167,5 @@ class ErrorFeedback(Scaled):
         Reads no element. Rounding errors are included: |e|^2 may be below 0.
         """
         absolute, square, *nonzero = self.partials.unbind(0)
-        numel = nonzero[0] if self._ternary else self._numel
+        numel = nonzero[0] if nonzero else self._numel
         return square, rules.residual_square(absolute, square, self.scale + self.settled, numel)

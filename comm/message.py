@@ -86,10 +86,8 @@ class Messages:
         words: int32 [count, 8], the headers.
         absent: uint8 [count, tensors / 8], bits of tensors of which the sender has no gradient (``absent``).
         head: int32 [count, 8 and more], words and ``absent`` together.
-        signal: float32 [count], their last words.
         scales: float32 [count, slots].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
-        payload: uint8 [count, nbytes - 32], all behind the words.
         front: uint8, all that lies before the bits, words included.
     """
 
@@ -102,23 +100,36 @@ class Messages:
         ternary: bool = False,
         buffer: Tensor | None = None,
     ) -> None:
-        self.slots = slots
         absent_bytes = -(-len(layout.sizes) // 8)
         head = HEADER_BYTES + _aligned(absent_bytes)
         bits = head + _aligned(4 * slots)
-        self.nbytes = bits + layout.chunk_bytes * (2 if ternary else 1)
+        nbytes = bits + layout.chunk_bytes * (2 if ternary else 1)
         if buffer is None:
-            buffer = torch.zeros(count, self.nbytes, dtype=torch.uint8, device=device)
+            buffer = torch.zeros(count, nbytes, dtype=torch.uint8, device=device)
         self.buffer = buffer
         self.head = buffer[:, :head].view(torch.int32)
         self.words = self.head[:, : len(Word)]
         self.absent = buffer[:, HEADER_BYTES : HEADER_BYTES + absent_bytes]
         self.scales = buffer[:, head:bits].view(torch.float32)[:, :slots]
-        self.signal = self.words[:, Word.SIGNAL :].view(torch.float32)[:, 0]
         self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
-        self.payload, self.front = buffer[:, HEADER_BYTES:], buffer[:, :bits]
+        self.front = buffer[:, :bits]
         self.words[:, Word.MAGIC] = MAGIC
-        self.words[:, Word.LAYOUT] = layout_word(layout, self.nbytes, ternary)
+        self.words[:, Word.LAYOUT] = layout_word(layout, nbytes, ternary)
+
+    @property
+    def slots(self) -> int:
+        """Return how many scales each has."""
+        return self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of one."""
+        return self.buffer.shape[1]
+
+    @property
+    def payload(self) -> Tensor:
+        """Return all behind the words: uint8 [count, nbytes - 32]."""
+        return self.buffer[:, HEADER_BYTES:]
 
     def rows(self, chosen: slice, layout: FlatLayout) -> Messages:
         """Return some of the messages, in the same memory, as those of ``layout``."""

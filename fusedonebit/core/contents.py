@@ -159,7 +159,7 @@ class Contents:
         frame, plist = self.frame, self.frame.parameters
         declared = [kept.tensor for kept in (*self.kept(False), *self.kept(True)) if kept.wanted]
         held = [tensor for part in self.parts for tensor in part.held()]
-        masters = [*(plist.dense[i] for i in plist.masters), *plist.loaded()]
-        masters += [] if plist.correction is None else [plist.correction]
+        masters = [*(plist.dense[i] for i in plist.masters), *plist.corrections.loaded.values()]
+        masters += [] if plist.corrections.table is None else [plist.corrections.table]
         counts = [frame.steps.updates, frame.steps.of_each, *frame.scaling.held()]
         return [*declared, *held, *masters, *counts, frame.places.block_tensor, *frame.live]

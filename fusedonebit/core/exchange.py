@@ -86,7 +86,15 @@ class Exchange(Part):
         frame, reducer = self.frame, self.reducer
         m, verdict = Signs(reducer.bits, reducer.scale), reducer.verdict
         counting = frame.coefficients.count(*frame.counters()) if frame.coefficients.renews else (None, None)
-        how = (coef, verdict.flags, frame.rounding, verdict.digest, x_squares, *counting, frame.parameters.correction)
+        how = (
+            coef,
+            verdict.flags,
+            frame.rounding,
+            verdict.digest,
+            x_squares,
+            *counting,
+            frame.parameters.corrections.table,
+        )
         apply_momentum(frame.parameters.dense, frame.places, m, divisor, *how)
 
     def restore_absent(self) -> Tensor:

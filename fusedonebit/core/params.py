@@ -14,8 +14,8 @@ from torch import Tensor
 from ..comm import Transport, checksum
 from ..comm.agreement import Fact
 from ..triton_kernels import FlatLayout
-from ..triton_kernels.eager import join
 from ..triton_kernels.tables import Facts, Listed, Pattern
+from .corrections import Corrections, lacking
 from .param_checks import SUPPORTED_DTYPES, check_parameter, is_dense, refuse_gradient
 from .sharding import like, local, replicas, shard_mesh
 
@@ -82,12 +82,10 @@ class ParameterList:
         # What the ops write: the parameters themselves, or their dense copies.
         self.dense = [p if is_dense(p) else p.detach().contiguous() for p in self.params]
         whole = kept_in is torch.float32
-        self._kept_in = None if whole else kept_in
         self.masters = [i for i, p in enumerate(self.params) if whole and p.dtype != torch.float32]
-        self.corrected = [i for i, p in enumerate(self.params) if self._kept_in and p.dtype == torch.bfloat16]
-        self.correction: Tensor | None = None
-        self._offsets: list[int] = []  # of parameters in it
-        self._loaded: dict[int, Tensor] = {}  # masters of which the next update makes corrections
+        narrow = None if whole else kept_in
+        corrected = [i for i, p in enumerate(self.params) if narrow and p.dtype == torch.bfloat16]
+        self.corrections = Corrections(corrected, narrow)
         for i in self.masters:
             self.dense[i] = self.dense[i].detach().float()
         self._staged = [i for i, p in enumerate(self.params) if self.dense[i] is not p and i not in set(self.masters)]
@@ -310,7 +308,7 @@ class ParameterList:
         """Bring the dense copies up to date."""
         for i in self._staged:
             self.dense[i].copy_(self._targets[i])
-        if self._loaded or self.masters:
+        if self.corrections.loaded or self.masters:
             self.refresh_masters()
 
     def _versions(self) -> list[tuple[int, int]]:
@@ -318,25 +316,21 @@ class ParameterList:
         return [(self.params[i]._version, self.params[i].data_ptr()) for i in self.masters]
 
     def lay_out(self, layout: FlatLayout) -> None:
-        """Make room for corrections, one of each element of the flat index space: there are none as yet."""
-        if self.corrected:
-            self.correction = torch.zeros(layout.numel, dtype=self._kept_in, device=self.params[0].device)
-            self._offsets = [layout.offset(i) for i in range(len(self))]
+        """Make room for corrections, where there are any."""
+        if self.corrections.which:
+            self.corrections.lay_out(layout, self.params[0].device)
 
     @property
-    def with_masters(self) -> list[int]:
+    def with_masters(self) -> Sequence[int]:
         """Return the parameters of which more is kept than they are."""
-        return self.masters or self.corrected
+        return self.masters or self.corrections.which
 
     def master(self, i: int) -> Tensor:
         """Return the float32 master of parameter ``i``: where it is kept, or a copy of what it is by its correction."""
         if i in self.masters:
             return self.dense[i]
-        return self._loaded[i] if i in self._loaded else self._corrected(i)
-
-    def loaded(self) -> list[Tensor]:
-        """Return masters that were loaded, while they wait for the next update."""
-        return list(self._loaded.values())
+        loaded = self.corrections.loaded
+        return loaded[i] if i in loaded else self.corrections.master(i, self._targets[i].detach(), self.dense[i])
 
     def load_master(self, i: int, saved: Tensor | None) -> None:
         """Fill the master of parameter ``i``; with the parameter's values where none was saved.
@@ -347,38 +341,14 @@ class ParameterList:
             self.dense[i].copy_(self.params[i].detach() if saved is None else saved)
             self._seen = []
         elif saved is None:
-            self._loaded.pop(i, None)
-            self._correction_of(i).zero_()
+            self.corrections.loaded.pop(i, None)
+            self.corrections.of(i, self.dense[i]).zero_()
         else:
-            self._loaded[i] = self.params[i].detach().float().copy_(saved)
-
-    def _correction_of(self, i: int) -> Tensor:
-        assert self.correction is not None
-        return self.shaped(self.correction, i, self._offsets[i])
-
-    def _corrected(self, i: int) -> Tensor:
-        """Return a master of which a correction says what its parameter lacks; of a loaded one, what it will say."""
-        p = self._targets[i].detach().float()
-        if self.correction is None:
-            return p
-        return join(p, self._lacking(i) if i in self._loaded else self._correction_of(i))
-
-    def _lacking(self, i: int) -> Tensor:
-        """Return what parameter ``i`` lacks of the master that was loaded; 0 where it is not that master, rounded."""
-        off, is_rounded = _lacking(self._targets[i].detach(), self._loaded[i])
-        assert self._kept_in is not None
-        narrow = torch.iinfo(self._kept_in)
-        units = off if narrow.bits == 16 else (off + 0x80) >> 8
-        return torch.where(is_rounded, units.clamp(narrow.min, narrow.max), 0).to(self._kept_in)
+            self.corrections.loaded[i] = self.params[i].detach().float().copy_(saved)
 
     def refresh_masters(self) -> None:
-        """Take over what somebody has written into the 16-bit parameters; where they say the same, masters stay.
-
-        Corrections stay as well, whatever was written: they are half a unit in its last place at most.
-        """
-        for i in self._loaded:
-            self._correction_of(i).copy_(self._lacking(i))
-        self._loaded.clear()
+        """Take over what somebody has written into the 16-bit parameters; where they say the same, masters stay."""
+        self.corrections.take_up(self._targets, self.dense)
         if not self.masters or self._seen == self._versions():
             return
         for i in self.masters:
@@ -428,8 +398,8 @@ class ParameterList:
         """Return what ``before_update`` would make of ``dense[i]``."""
         if i in self.masters:
             return self._refreshed(i)
-        if i in self.corrected:
-            return self._corrected(i)
+        if i in self.corrections.which:
+            return self.corrections.master(i, self._targets[i].detach(), self.dense[i])
         dense = self.dense[i].detach()
         return dense.clone().copy_(self._targets[i]) if i in self._staged else dense
 
@@ -437,12 +407,5 @@ class ParameterList:
         """Return a master that has taken over what somebody has written into its parameter."""
         p, master = self._targets[i].detach(), self.dense[i]
         # Of two bfloat16 that are as near corrections take the other one.
-        same = _lacking(p, master)[1] if p.dtype is torch.bfloat16 else master.to(p.dtype) == p
+        same = lacking(p, master)[1] if p.dtype is torch.bfloat16 else master.to(p.dtype) == p
         return torch.where(same, master, p.float())
-
-
-def _lacking(p: Tensor, master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a bfloat16 parameter lacks of its master, in its last bits, and whether no bfloat16 is nearer."""
-    wide = p.float()
-    off = master.view(torch.int32).long() - wide.view(torch.int32)
-    return off, (off.abs() <= 1 << 15) & ~(master.isnan() | wide.isnan())

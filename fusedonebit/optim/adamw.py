@@ -93,7 +93,7 @@ class Released(Averaged):
         if first:
             self.elements.turn()
         places = frame.places.at(blocks)._replace(sizes=frame.layout.sizes[members], block_tensor=tables.tensor)
-        correction = frame.parameters.correction
+        correction = frame.parameters.corrections.table
         correction = None if correction is None else correction[elements]
         found = self.elements.of_step(captured=False)
         how: tuple[Any, ...] = (None, frame.rounding, *found, correction, at)

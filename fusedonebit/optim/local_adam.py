@@ -21,6 +21,7 @@ from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
 from ..core.traits import Traits
 from ..triton_kernels import TAIL, Coef, add_values, local_step
+from ..triton_kernels.headers import Word
 from ..triton_kernels.nouns import Divisor
 from ..triton_kernels.scaling import SQUARES
 from ..triton_kernels.zero_one import LocalStep
@@ -424,7 +425,9 @@ class LocalAdam(Algorithm, Stage):
         compensated, _, server_error = reducer.norms()
         return {
             "compensated_norm": compensated,
-            "worker_error_norm": float(reducer.to_servers.signal[0]),  # within a round c has grown since
+            "worker_error_norm": float(
+                reducer.to_servers.words[0, Word.SIGNAL :].view(torch.float32)
+            ),  # within a round c has grown since
             "server_error_norm": server_error,
             "residual_over_momentum": self.bits.residual_over(self.plan.only_renewed),
         }

@@ -98,5 +98,5 @@ class AdamUpdate:
         """Make one update, as ``averaging.Update``."""
         frame, moments = self._frame, self._moments
         flag, before = found or (None, None)
-        how = (moments.squares, frame.rounding, flag, before, frame.parameters.correction)
+        how = (moments.squares, frame.rounding, flag, before, frame.parameters.corrections.table)
         adam_update(frame.parameters.dense, grads, frame.places, moments.stored, coef, skip, *how)

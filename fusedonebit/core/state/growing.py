@@ -54,7 +54,7 @@ class _Kept:
         numbers = list(enumerate(plist.owners))
         self._codes = {id(p): {each.name: each.part(frame, i) for each in coded} for i, p in numbers}
         self._columns = {id(p): {each.name: each.tensor[..., i] for each in tables} for i, p in numbers}
-        self._masters = {id(plist.owners[i]): plist.master(i) for i in plist.corrected}
+        self._masters = {id(plist.owners[i]): plist.master(i) for i in plist.corrections.which}
 
     def put_back(self, frame: Frame, now: Sequence[StateTensor], state: Any) -> None:
         """Fill what is kept now, and the state, once all was laid out anew."""
