@@ -176,7 +176,8 @@ class LocalAdam(Algorithm, Stage):
             if this.local == 0:  # before loss scales are put into coefficients that this renews
                 self.bits.make_floats(coef, renews=False)
             self.step_alone(grads, self.agree_on_step(grads, coef, alone=True), coef)
-            return this.end_step()
+            this.end_step()
+            return self.reducer.verdict.none  # nobody skips it
         steps_alone = this.local
         agreed = self.agree_on_step(grads, coef)
         context = this.of_round(self.exchange.context(abort or this.failed, agreed.hold))
@@ -220,7 +221,7 @@ class LocalAdam(Algorithm, Stage):
     def add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
         worker, moments = self.reducer.worker, self.moments
         whose = (self.frame.parameters.dense, grads, self.frame.places, moments.exp_avg, moments.exp_avg_sq)
-        hold, anchor = self.round.no_flags if hold is None else hold, self.keeps_in(moves, last)
+        hold, anchor = self.reducer.verdict.none if hold is None else hold, self.keeps_in(moves, last)
         precondition = self.options.numerics.precondition
         step = LocalStep(self.bits.floored, precondition, moves, last, self.leaks, self.own is not None)
         local_step(*whose, worker.compensated, worker.scale, coef, step, hold, anchor, self.pending)
@@ -258,7 +259,7 @@ class LocalAdam(Algorithm, Stage):
         """
         frame, exchange = self.frame, self.exchange
         # One that can't take the step has no gradient: nothing of it may count as one that is 0.
-        hold = torch.ones_like(self.round.no_flags) if context.abort else agreed.hold
+        hold = torch.ones_like(self.reducer.verdict.none) if context.abort else agreed.hold
         backups = self._back_up(context.missing)
         self.add(grads, agreed.coef, hold, moves=True, last=True)
         context = context._replace(pending=self.pending)
@@ -328,14 +329,14 @@ class LocalAdam(Algorithm, Stage):
     def _go_back(self) -> None:
         """Take the parameters that all had when the round began."""
         frame = self.frame
-        add_values(frame.parameters.dense, frame.places, self._round_start, True, self.round.no_flags, None)
+        add_values(frame.parameters.dense, frame.places, self._round_start, True, self.reducer.verdict.none, None)
 
     def end_round(self) -> None:
         self.round.end(self.plan.round)
 
     def known(self, flags: Tensor) -> Tensor | int:
         """Return 0 of a step alone, which nobody skips: nothing is copied to the host."""
-        return 0 if flags is self.round.no_flags else flags
+        return 0 if flags is self.reducer.verdict.none else flags
 
     def error_due(self, error: Exception | None) -> Exception | None:
         """Return this rank's error when all next meet: between two synchronisations nobody hears of it."""

@@ -151,7 +151,8 @@ class Marsit(Algorithm, Stage):
             agreed = self.agree(grads, coef, alone=True)
             self._add(reducer, grads, leaving_out(frame, agreed.coef), reducer.everything, agreed, moves=True)
             self.phase = "local"
-            return this.end_step()
+            this.end_step()
+            return self.reducer.verdict.none  # nobody skips it
         steps_alone = this.local
         agreed = self.agree(grads, coef)
         own = leaving_out(frame, agreed.coef) if several else agreed.coef
@@ -181,7 +182,7 @@ class Marsit(Algorithm, Stage):
 
     def known(self, flags: Tensor) -> Tensor | int:
         """Return 0 of a step alone, which nobody skips: nothing is copied to the host."""
-        return 0 if flags is self.round.no_flags else flags
+        return 0 if flags is self.reducer.verdict.none else flags
 
     def error_due(self, error: Exception | None) -> Exception | None:
         """Return this rank's error when all next meet: between two synchronisations nobody hears of it."""
@@ -198,7 +199,7 @@ class Marsit(Algorithm, Stage):
     ) -> None:
         frame = self.frame
         factor = self._one if agreed.factor is None else agreed.factor
-        hold = self.round.no_flags if agreed.hold is None else agreed.hold
+        hold = self.reducer.verdict.none if agreed.hold is None else agreed.hold
         exp_avg, exp_avg_sq = (flat if flat.numel() else None for flat in (self.exp_avg, self.exp_avg_sq))
         decays = any(group["weight_decay"] for group in frame.hyper.taken)
         step = LocalUpdate(factor, decays, moves, self._round_start if moves and self.round.local == 0 else None)
@@ -221,7 +222,7 @@ class Marsit(Algorithm, Stage):
             how = (reducer.flags, rounding, reducer.digest, None, *counting)
             apply_momentum(target, places, update, None, coef, *how)
         if several:  # also where the round was skipped
-            add_values(frame.parameters.dense, frame.places, self._round_start, True, self.round.no_flags, None)
+            add_values(frame.parameters.dense, frame.places, self._round_start, True, self.reducer.verdict.none, None)
 
     def _going(self, by_block: Tensor) -> Tensor:
         """Return a global update [B, ...] with 0 in tensors that no worker has a gradient of."""

@@ -46,7 +46,6 @@ class RoundCount(Part):
         tag: A hash of the hyper-parameters of all of them.
         missed: Tensors of which this rank has had no gradient in this round.
         unsettled: Rounds that may have been skipped: the attempt, and which it was.
-        no_flags: What a step alone returns, int32 [1]: nobody skips it.
     """
 
     header_fields: ClassVar[Fields] = {
@@ -60,18 +59,16 @@ class RoundCount(Part):
         self.local = self.tag = 0
         self.missed: Sequence[int] = ()
         self.unsettled: list[tuple[int, Any]] = []
-        self.no_flags = torch.zeros(1, dtype=torch.int32, device=frame.device)
         self._held_error: Exception | None = None
 
     def begin_step(self) -> None:
         """Take note of the tensors of which this rank has no gradient."""
         self.missed = tuple(i for i in self._frame.missing if self.local == 0 or i in self.missed)
 
-    def end_step(self) -> Tensor:
-        """Count a step alone; return its flags, int32 [1]."""
+    def end_step(self) -> None:
+        """Count a step alone."""
         self.tag = self._mixed_tag()
         self.local += 1
-        return self.no_flags
 
     def end(self, this: Any) -> None:
         """Begin the next round; whether ``this`` one was skipped ``settle_ended`` tells later."""
@@ -105,9 +102,6 @@ class RoundCount(Part):
         return None if alone else held
 
     # ---------------------------------------------------------------- a part of an algorithm
-
-    def held(self) -> Sequence[Tensor]:
-        return (self.no_flags,)
 
     def plain_state(self) -> dict[str, Any]:
         return {"local": self.local, "tag": self.tag, "missed": self.missed}

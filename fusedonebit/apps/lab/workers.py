@@ -213,7 +213,7 @@ class BatchedLocalAdam(LocalAdam):
                 exp_avg.copy_(moments.exp_avg)
         anchor = self.keeps_in(moves, last)
         step = LocalStep(self.bits.floored, self.options.numerics.precondition, moves, last, self.leaks, not shared)
-        hold = self.round.no_flags if hold is None else hold
+        hold = self.reducer.verdict.none if hold is None else hold
         for rank, (params, exp_avg, v) in zip(self._ranks, [mine, *self._others], strict=True):
             worker = rank.worker
             whose = (params, rank.gradients, self.frame.places, exp_avg, v, worker.compensated, worker.scale)
