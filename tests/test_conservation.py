@@ -65,14 +65,14 @@ def denominators(optimizer: DistributedOptimizer) -> np.ndarray:
     """What preconditioned momentum was divided by; of the frozen variance."""
     group, params = optimizer.param_groups[0], parameters(optimizer)
     v = flat([optimizer.state[p]["exp_avg_sq"] for p in params]).astype(float)
-    corrected = optimizer.frame.options.lives or not optimizer.frame.options.numerics.bias_correction
+    corrected = optimizer.frame.options.shares_variance or not optimizer.frame.options.numerics.bias_correction
     correction = 1.0 if corrected else 1 - group["betas"][1] ** WARMUP
     return np.sqrt(v / correction) + group["eps"]
 
 
 def unit(optimizer: DistributedOptimizer, layer: np.ndarray) -> np.ndarray:
     """What gradients count with besides, of each element: c of the step to come where LAMB's variance lives, else 1."""
-    if not (layer.size and optimizer.frame.options.lives):
+    if not (layer.size and optimizer.frame.options.shares_variance):
         return np.ones(())
     return np.repeat(layer.reshape(-1, len(Layer))[:, Layer.COEFFICIENT], [p.numel() for p in parameters(optimizer)])
 

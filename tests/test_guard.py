@@ -250,7 +250,7 @@ def test_the_warning_tells_the_norm_the_factor_and_what_to_do(guard, options, mo
 
 
 def test_the_warning_of_a_variance_that_lives_advises_nothing_of_a_freeze():
-    text = guarded(freeze_step=None, warmup=3).algorithm.compression.guard.describe(rewarms=True, steps=9, lives=True)
+    text = guarded(freeze_step=None, warmup=3).algorithm.compression.guard.describe(rewarms=True, steps=9, shared=True)
     assert text.endswith("If this happens again, use a lower learning rate")
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from fusedonebit import Faults, Freeze, FusedOneBitWarning, Layerwise, Numerics, OneBitAdam, OneBitLamb
 from fusedonebit.comm import Transport
-from fusedonebit.optim.variance import STIRS
+from fusedonebit.optim.variance import FIRST_GRADIENT
 from fusedonebit.triton_kernels import SCALE_NORMS, rules
 
 SHAPES = ((300,), (20, 9), (40,))
@@ -373,7 +373,7 @@ def test_a_checkpoint_loads_while_the_host_is_told_that_a_tensor_stirs(kind):
         if t < 300:
             continue
         variance = optimizer.algorithm.compression.variance
-        told += STIRS in variance.plain_state()["renewals"]
+        told += FIRST_GRADIENT in variance.plain_state()["renewals"]
         resumed = make(kind=kind)
         resumed.load_state_dict(through_a_file(optimizer.state_dict()))
         assert resumed.algorithm.compression.variance.plain_state() == variance.plain_state()

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..comm import LocalTransport, Traffic, Transport, make_transport
 from .frame import Frame
-from .given import first_device
 from .header import is_compressed
 from .hyper_parameters import HyperParameters
+from .inputs import first_device
 from .sharding import local
 from .state.loading import examine, restore
 from .state.owner import Owner

@@ -16,9 +16,9 @@ from .arguments import check_keys, settling
 from .contents import Contents
 from .first_contact import NOTHING_TRAINS, introduce
 from .frame import Frame
-from .given import first_device, first_mesh, materialise, materialise_group
 from .header import KEY
 from .hyper_parameters import HyperParameters
+from .inputs import first_device, first_mesh, materialise, materialise_group
 from .interrupts import SignalsWait
 from .options import check_group, numbers
 from .scaling import NO_SCALE, SCALER_ATTRIBUTES, LossScale
@@ -332,8 +332,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             and update_norm_limit (the guard's); worker_error_norm (this rank's residual), server_error_norm (of the
             chunk it serves) and compensated_norm (of what was compressed), all three 0 in the warm-up and in the unit
             in which things are compressed; residual_over_momentum (of the last compressed step, see
-            ``CompressedAllReduce.residual_ratio``); dead_tensors (names; of a living variance those that wait for a
-            gradient); dead_coordinates (with v == 0 at the freeze, in other tensors); renewals (of a living variance).
+            ``CompressedAllReduce.residual_ratio``); dead_tensors (names; of a shared variance those that wait for a
+            gradient); dead_coordinates (with v == 0 at the freeze, in other tensors); renewals (of a shared variance).
 
             In rounds: rounds (synchronisations) and local_steps (done in this round); ``ZeroOneAdam`` also renewals (of
             the variance, among them), round_steps (its length), and the norms above, of the last synchronisation in

@@ -26,7 +26,7 @@ class OneBitAdam(DistributedOptimizer):
         x \leftarrow x - \gamma \left(\hat m + \lambda x\right)
 
     where C keeps the signs and one scale, and the residuals e (of each worker) and E (of each
-    server) carry what it lost. The variance v lives on: every 50 steps, or sooner, it is made anew of what workers
+    server) carry what it lost. The variance v is shared: every 50 steps, or sooner, it is made anew of what workers
     tell each other of their gradients' squares (docs/numerics.md). In the paper it is frozen, after a longer warm-up:
     ``freeze_step``; and m is divided instead, at the end, and compressed undivided:
     ``Numerics(precondition=False)``. Do not average gradients yourself: give the optimizer local ones; with
@@ -43,9 +43,9 @@ class OneBitAdam(DistributedOptimizer):
         freeze_step: None: v is not frozen. Else the number of uncompressed updates before it is; ``"auto"``: until v is
             stable, 10/(1 - beta2) updates at most; or a ``Freeze``, which also takes the variance of an earlier run.
         warmup: Number of uncompressed updates, or their share of ``total_steps``, instead of ``freeze_step``. None:
-            0.25/(1 - beta2), where v lives on.
+            0.25/(1 - beta2), where v is shared.
         total_steps: Of the run; only where ``warmup`` is a share.
-        variance: ``"shared"``: v lives on. ``"frozen"``: it stays what it is after the warm-up. None: frozen
+        variance: ``"shared"``: v is renewed as above. ``"frozen"``: it stays what it is after the warm-up. None: frozen
             where there is a ``freeze_step``.
         max_grad_norm: Clip gradients to this global norm; None: don't. Exact in the warm-up. In the compression
             stage nobody knows the averaged gradient: one factor for all ranks, from the mean of their norms,

@@ -53,13 +53,13 @@ class Compressed(Stage):
         self.moments, self.warm_up, options = moments, warm_up, self.options
         self.running = False
         self.unit: Tensor | None = None
-        squares = options.formats.squares.dtype if options.lives else None
+        squares = options.formats.squares.dtype if options.shares_variance else None
         reducer = make_reducer(self, moments.exp_avg, moments.exponents, squares)
         self.exchange = FeedbackExchange(frame, reducer)
         self.variance = FrozenVariance()
-        if options.lives:
+        if options.shares_variance:
             self.variance = SharedVariance(frame, moments, self.exchange, warm_up)
-        self.weighs = SQUARES if options.lives else 1  # a shared variance weighs gradients' squares, too
+        self.weighs = SQUARES if options.shares_variance else 1  # a shared variance weighs gradients' squares, too
         coarse = not options.numerics.precondition and options.numerics.scale_scope != "block"
         self.guard = DivergenceGuard(frame.device, coarse, options.faults.guard != "off")
 
@@ -101,7 +101,7 @@ class Compressed(Stage):
     def context(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> StepContext:
         """Return what this rank shares_squares the others."""
         formats = self.options.formats
-        drawn = formats.moments.random or (formats.squares.random and self.options.lives)
+        drawn = formats.moments.random or (formats.squares.random and self.options.shares_variance)
         return self.exchange.context(abort, hold, self.frame.steps.updates if drawn else None, limit)
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
@@ -111,7 +111,9 @@ class Compressed(Stage):
         """
         numerics = self.options.numerics
         v = self.moments.divisor(numerics.eps_inside_sqrt) if numerics.precondition else None
-        looks = Looks(self.frame.steps.updates, factor, self.shares_squares) if self.options.lives else NOWHERE
+        looks = (
+            Looks(self.frame.steps.updates, factor, self.shares_squares) if self.options.shares_variance else NOWHERE
+        )
         return lambda part: part.compress(grads, coef, v, looks)
 
     @property
@@ -131,7 +133,7 @@ class Compressed(Stage):
     def describe(self, flag: Flag) -> str:
         if flag & Flag.VETO:
             faults = self.options.faults
-            return self.guard.describe(faults.guard == "rewarm", faults.rewarm_steps, self.options.lives)
+            return self.guard.describe(faults.guard == "rewarm", faults.rewarm_steps, self.options.shares_variance)
         return self.exchange.describe()
 
     def check_capture(self) -> None:

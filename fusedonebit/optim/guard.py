@@ -100,7 +100,7 @@ class DivergenceGuard(Part):
         """Return the limit as ops take it, with this step's ``coef``, float32 [tensors, columns of ``Coef``]."""
         return Limit(coef, block_tensor, self._root, self.limit, self.norm)
 
-    def describe(self, rewarms: bool, steps: int, lives: bool) -> str:
+    def describe(self, rewarms: bool, steps: int, shared: bool) -> str:
         """Return a warning's text: why an update was refused and what follows; waits for the device."""
         times, most = (float(x / self.reference.clamp(min=1e-300)) for x in (self.norm, self.limit))
         follows = (
@@ -111,7 +111,7 @@ class DivergenceGuard(Part):
         )
         way_out = (
             "a lower learning rate"
-            if lives
+            if shared
             else 'variance="shared" (no freeze_step), Numerics(precondition=True), a larger variance_floor there or a '
             "later freeze"
         )

@@ -45,7 +45,7 @@ class TwoStageLamb(TwoStage):
         frame, options = self.frame, self.options
         layers = LambLayers(frame)
         update = LambUpdate(frame, self.moments, layers, options.deepspeed)
-        kind = FollowedLamb if options.lives else PaperLamb
+        kind = FollowedLamb if options.shares_variance else PaperLamb
         self.compression = kind(frame, self.moments, self.warm_up, layers, update)
         stage = self.compression
         self.averaged = Averaged(frame, update, beside=stage.exchange, table=stage.table)
@@ -63,7 +63,7 @@ class OneBitLamb(DistributedOptimizer):
         c_{t+1} = c\left(\overline{\|u\|}\right), \quad
         c(u) = \mathrm{clip}\left(\frac{\|x\|}{u}, c_{min}, c_{max}\right)
 
-    where v lives on, as ``OneBitAdam``'s, the mean of norms remembers by beta3, and 0.44 is the share that a layer's
+    where v is shared, as ``OneBitAdam``'s, the mean of norms remembers by beta3, and 0.44 is the share that a layer's
     update has in the norm of the bits that stand for it, with their noise (docs/numerics.md). One kernel more than
     ``OneBitAdam``, no state of a parameter's size.
 

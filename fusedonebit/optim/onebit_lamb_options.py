@@ -36,7 +36,7 @@ class OneBitLambOptions(OneBitOptions):
     @property
     def ratios(self) -> bool:
         """Tell whether c follows the ratio r of the frozen variance to a fresh one."""
-        return self.layerwise.adaptive and not self.lives
+        return self.layerwise.adaptive and not self.shares_variance
 
     @property
     def algorithm(self) -> str:
@@ -59,17 +59,17 @@ class OneBitLambOptions(OneBitOptions):
         super().check()
         self.check_ratios(vars(self.layerwise))
         precondition, of = self.numerics.precondition, f'variance="{self.variance}"'
-        if self.lives and not precondition:
+        if self.shares_variance and not precondition:
             raise ValueError(
                 f"precondition must be True or None with {of}, got False: coefficients are of updates; or pass "
                 'variance="frozen"'
             )
-        if self.lives and self.variant != "paper":
+        if self.shares_variance and self.variant != "paper":
             raise ValueError(
                 f"layerwise must be a Layerwise with {of}, got DeepSpeedLayerwise, whose variance is frozen; or pass "
                 "freeze_step"
             )
-        if self.lives and not self.layerwise.adaptive:
+        if self.shares_variance and not self.layerwise.adaptive:
             raise ValueError(
                 f'adaptive must be True with {of}, got False: coefficients follow updates; or pass variance="frozen"'
             )
@@ -85,8 +85,8 @@ class OneBitLambOptions(OneBitOptions):
 
     def check_ratios(self, given: Mapping[str, Any], where: str = "") -> None:
         """Raise ValueError where a bound of r is given and no r is formed."""
-        of = f'variance="{self.variance}"' if self.lives else "Layerwise(adaptive=False)"
+        of = f'variance="{self.variance}"' if self.shares_variance else "Layerwise(adaptive=False)"
         for name in RATIOS:
             if not self.ratios and (got := given[name]) != (usual := getattr(LAYERWISE, name)):
-                way_out = "; or pass freeze_step" if self.lives else ""
+                way_out = "; or pass freeze_step" if self.shares_variance else ""
                 raise ValueError(f"{name} must be {usual} with {of}, got {got!r}{where}: no ratio is formed{way_out}")

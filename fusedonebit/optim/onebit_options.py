@@ -12,14 +12,14 @@ from ..core.settled import Options, names_of
 
 Variance = Literal["shared", "frozen"]
 
-LIVING_FLOOR = 0.1
-"""Default of ``variance_floor`` where v lives on; see docs/numerics.md."""
+SHARED_FLOOR = 0.1
+"""Default of ``variance_floor`` where v is shared; see docs/numerics.md."""
 
 OVERLAPPED_BUCKETS = 4
 """Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
 
-LIVES_AFTER = 0.25
-"""Memories of the variance, 1/(1 - beta2) updates each, that are its warm-up where it lives on."""
+SHARED_AFTER = 0.25
+"""Memories of the variance, 1/(1 - beta2) updates each, that are its warm-up where it is shared."""
 
 SETTLES_WITHIN = 10
 """The same after which ``Freeze`` waits no longer; see docs/design.md."""
@@ -28,8 +28,8 @@ _T = TypeVar("_T", bound="OneBitOptions")
 
 
 def warmup_steps(beta2: float) -> int:
-    """Return how many updates warm up a variance that lives on, where nobody says it."""
-    return max(1, round(LIVES_AFTER / (1.0 - beta2)))
+    """Return how many updates warm up a shared variance, where nobody says it."""
+    return max(1, round(SHARED_AFTER / (1.0 - beta2)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class OneBitOptions(Options):
         if arguments.get("variance") is None:
             said["variance"] = "shared" if given is None else "frozen"
         made, numerics = super().of(optimizer, said), arguments.get("numerics", NUMERICS)
-        living = {"scale_norm": "relaxed", "precondition": True, "bias_correction": True, "variance_floor": None}
-        unsaid: dict[str, Any] = {name: usual for name, usual in living.items() if getattr(numerics, name) is None}
-        return replace(made, numerics=replace(made.numerics, **unsaid)) if made.lives else made
+        shared = {"scale_norm": "relaxed", "precondition": True, "bias_correction": True, "variance_floor": None}
+        unsaid: dict[str, Any] = {name: usual for name, usual in shared.items() if getattr(numerics, name) is None}
+        return replace(made, numerics=replace(made.numerics, **unsaid)) if made.shares_variance else made
 
     @property
     def bucket_count(self) -> int:
@@ -68,7 +68,7 @@ class OneBitOptions(Options):
         return self.wire.buckets or (OVERLAPPED_BUCKETS if self.wire.overlap else 1)
 
     @property
-    def lives(self) -> bool:
+    def shares_variance(self) -> bool:
         """Tell whether the variance is renewed in the compression stage."""
         return self.variance != "frozen"
 
@@ -76,7 +76,7 @@ class OneBitOptions(Options):
     def least_share(self) -> float:
         """Return the share of its tensor's mean that v has at least in the compression stage."""
         numerics = self.numerics
-        preconditioned = 0.0 if not numerics.precondition else LIVING_FLOOR if self.lives else VARIANCE_FLOOR
+        preconditioned = 0.0 if not numerics.precondition else SHARED_FLOOR if self.shares_variance else VARIANCE_FLOOR
         return preconditioned if numerics.variance_floor is None else numerics.variance_floor
 
     def latest_freeze(self, beta2: float) -> int:
@@ -85,7 +85,7 @@ class OneBitOptions(Options):
             return self.freeze_step
         if self.warmup is not None:
             return self.warmup if is_int(self.warmup) else max(1, round(self.warmup * (self.total_steps or 0)))
-        if self.lives:
+        if self.shares_variance:
             return warmup_steps(beta2)
         settled = self.lr_warmup_steps + round(SETTLES_WITHIN / (1.0 - beta2))
         return settled if self.deadline is None else self.deadline
@@ -120,7 +120,7 @@ class OneBitOptions(Options):
                 'state must be "fp32" or "bf16" with Numerics(precondition=False), got "8bit": updates would be '
                 "divided by a variance of three bits of mantissa, whose errors no residual makes good"
             )
-        if numerics.dead_coordinates == "keep" and self.lives:
+        if numerics.dead_coordinates == "keep" and self.shares_variance:
             raise ValueError(
                 f'dead_coordinates must be "mean" with variance="{self.variance}", got "keep": a renewal gives all '
                 'coordinates a variance; or pass variance="frozen"'
@@ -155,7 +155,7 @@ class OneBitOptions(Options):
     @property
     def watches(self) -> bool:
         """Tell whether the warm-up ends when v is stable."""
-        return self.freeze_step == "auto" and self.warmup is None and not self.lives
+        return self.freeze_step == "auto" and self.warmup is None and not self.shares_variance
 
     def _check_warmup(self) -> None:
         share = is_share(self.warmup) and not is_int(self.warmup)
@@ -174,7 +174,7 @@ class OneBitOptions(Options):
             raise ValueError(
                 f"warmup must be None where freeze_step says how long it is, got {self.warmup!r}; pass one of them"
             )
-        if self.lives and (self.lr_warmup_steps or self.deadline is not None):
+        if self.shares_variance and (self.lr_warmup_steps or self.deadline is not None):
             raise ValueError(
                 f'lr_warmup_steps and deadline must be left out with variance="{self.variance}", got '
                 f"{self.lr_warmup_steps!r} and {self.deadline!r}: nobody waits for it to be stable; pass warmup"

@@ -143,7 +143,9 @@ class TwoStage(Algorithm):
         self._enter(compression=True)
         self.warm_up.ended_at = frame.steps.outcomes.updates
         self.warm_up.dead_coordinates = dead.count
-        if dead.tensors and not self.options.lives:  # a shared variance lets them wait for their first gradient
+        if (
+            dead.tensors and not self.options.shares_variance
+        ):  # a shared variance lets them wait for their first gradient
             warn(warn_text(dead, frame.parameters.called, keep))
             if not keep:
                 self._exclude(dead.tensors)
@@ -168,7 +170,7 @@ class TwoStage(Algorithm):
         factor = (compression.update_factor() * coef[:, Coef.UNBIAS1]).double().square()[frame.places.block_tensor]
         last = frame.ranks.shards.sum((compression.update_sums(moments.exp_avg, coef) * factor).sum()).sqrt()
         least = dead.mean * options.least_share
-        if precondition and not options.lives:
+        if precondition and not options.shares_variance:
             floor = quantile_floor(frame.places, moments.exp_avg_sq, coef, inside, frame.ranks.model)
             least = torch.maximum(least, floor)
         filled, half = None if keep else dead.mean, options.formats.variance.dtype is torch.bfloat16
@@ -199,7 +201,7 @@ class TwoStage(Algorithm):
             rewarm(frame.places, moments.exp_avg, moments.exp_avg_sq, *how)
         reducer.scale.zero_()
         self.warm_up.correct(
-            frame.steps.of_each == 0 if options.lives else None
+            frame.steps.of_each == 0 if options.shares_variance else None
         )  # but for tensors without a gradient so far
         self.warm_up.begin_again(frame.steps.outcomes.updates)
         frame.coefficients.variance_betas = None
@@ -324,6 +326,6 @@ class TwoStage(Algorithm):
         scale += ", preconditioned" * numerics.precondition + ", ternary" * numerics.ternary
         half = ["frozen_dtype: bfloat16"] if options.formats.variance.dtype is torch.bfloat16 else []
         warmup = f"freeze_step: {options.freeze_step if options.warmup is None else self.warm_up.due!r}"
-        if options.lives:
+        if options.shares_variance:
             warmup = f"variance: {options.variance}, after {self.warm_up.due} updates"
         return [warmup, scale, *half, *self.compression.described()]

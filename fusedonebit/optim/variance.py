@@ -47,13 +47,13 @@ MOST_REPLAYS = 2 * LONGEST
 """Replayed steps without a renewal of which nobody is told."""
 
 NOTICED_AFTER = 2
-"""Steps until the host knows which tensors have come alive, or stir."""
+"""Steps until the host knows which tensors have begun, with their first gradient."""
 
 LOOKED_AFTER = 8
 """While tensors wait for their first gradient, steps between two looks whether one has had it."""
 
-STIRS = 1 << 30
-"""What the host is told of such a tensor, instead of how many are awake."""
+FIRST_GRADIENT = 1 << 30
+"""What the host is told of such a tensor, instead of how many have begun."""
 
 REPLAYED = (
     "{} steps were replayed by a CUDA graph since the variance was last renewed, which no graph can do: take an "
@@ -137,8 +137,8 @@ class SharedVariance(FrozenVariance):
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
         self._factors = torch.zeros(FACTORS, tensors, device=device)
         self.numels = torch.zeros_like(self.mean_sq)
-        self._woken = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have come alive so far
-        self._mirror, self._known, self._asleep = HostMirror(device, NOTICED_AFTER), 0, 0
+        self._begun = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have begun so far
+        self._mirror, self._known, self._late = HostMirror(device, NOTICED_AFTER), 0, 0
         self._eases_after = self._replays = 0
         self._eased = True  # as the reducer is made
         self.steps = self.age = self.since = self.renewals = 0
@@ -153,10 +153,10 @@ class SharedVariance(FrozenVariance):
         if (replays := self._frame.steps.count.replays) != self._replays:
             self._count_replays(replays)
         asked = False
-        all_awake = self._known >= self._asleep and not self._renewed
-        for word in self._mirror.push(0 if all_awake else self._word()):
-            asked |= word == STIRS
-            if STIRS > word > self._known:
+        all_begun = self._known >= self._late and not self._renewed
+        for word in self._mirror.push(0 if all_begun else self._word()):
+            asked |= word == FIRST_GRADIENT
+            if FIRST_GRADIENT > word > self._known:
                 self.age, self._known = 0, word
         self._renewed = False
         self.steps, self.age, self.since = self.steps + 1, self.age + 1, self.since + 1
@@ -185,15 +185,15 @@ class SharedVariance(FrozenVariance):
     def _word(self) -> Tensor | int:
         """Return what the host should know of tensors that wait for their first gradient, int32 [1], or 0: nothing.
 
-        After a renewal it is how many have had it so far ("woken"), in other steps ``STIRS`` if one has just had it.
+        After a renewal it is how many have had it so far, in other steps ``FIRST_GRADIENT`` if one has just had it.
         """
         frame = self._frame
         if self._renewed:
-            return self._woken
+            return self._begun
         if self.steps % LOOKED_AFTER:
             return 0
         moves = (self._exchange.reducer.scale > 0) & (self.mean_sq == 0)[frame.places.block_tensor]
-        return frame.ranks.shards.max(moves.any().reshape(1).int()) * STIRS
+        return frame.ranks.shards.max(moves.any().reshape(1).int()) * FIRST_GRADIENT
 
     @property
     def _eases(self) -> bool:
@@ -256,7 +256,7 @@ class SharedVariance(FrozenVariance):
         assert isinstance(options, OneBitOptions)
         coef, entered = frame.coefficients.last, self._warm_up.entered
         shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
-        renew_levels(*shared, self.levels, self.mean_sq, entered, self._woken, self._factors)
+        renew_levels(*shared, self.levels, self.mean_sq, entered, self._begun, self._factors)
         frame.coefficients.forget()
         unit = Unit(coef, self._factors, options.numerics.precondition)
         reducer.renew(unit, self._moments.divisor(options.numerics.eps_inside_sqrt))
@@ -271,9 +271,9 @@ class SharedVariance(FrozenVariance):
         return self._frame.ranks.shards.sum(here)
 
     def _count(self) -> None:
-        """Count each tensor's elements on all shards, and the tensors that are asleep or were; waits for the device."""
+        """Count elements of tensors, on all shards, and tensors that wait for a gradient; waits for the device."""
         self.numels = self._by_tensor(self._frame.live.numel.double())
-        self._asleep = int(self._woken) + len(self.waiting())
+        self._late = int(self._begun) + len(self.waiting())
 
     def waiting(self) -> list[int]:
         """Return indices of tensors that wait for their first gradient; reads from the device, asks no other rank."""
@@ -285,13 +285,13 @@ class SharedVariance(FrozenVariance):
         return (StateTensor("variance_level", "tensor", self.levels),) if compressed else ()
 
     def held(self) -> Sequence[Tensor]:
-        return self.levels, self.mean_sq, self._woken, self._factors, self.numels
+        return self.levels, self.mean_sq, self._begun, self._factors, self.numels
 
     def plain_state(self) -> dict[str, Any]:
         """Return counts to resume from; waits for the device."""
         on_its_way = self._mirror.flush_pending()
         counts = self.steps, self._eases_after, self.age, self.since, self.renewals
-        return {"renewals": [*counts, int(self._renewed), self._known, int(self._woken), *on_its_way]}
+        return {"renewals": [*counts, int(self._renewed), self._known, int(self._begun), *on_its_way]}
 
     def check_plain_state(self, header: Mapping[str, Any]) -> None:
         own = header["phase"] == "compression" and header["algorithm"] == self._frame.name
@@ -302,10 +302,10 @@ class SharedVariance(FrozenVariance):
         """Take up what ``plain_state`` has returned, now that ``levels`` are filled; every rank calls it."""
         if header.get("renewals") is None:
             return
-        self.steps, self._eases_after, self.age, self.since, self.renewals, *woken = header["renewals"]
-        renewed, self._known, count, *on_its_way = woken
+        self.steps, self._eases_after, self.age, self.since, self.renewals, *others = header["renewals"]
+        renewed, self._known, count, *on_its_way = others
         self._renewed, self._shared, self._replays = bool(renewed), False, self._frame.steps.count.replays
-        self._woken.fill_(count)
+        self._begun.fill_(count)
         self._mirror.refill(on_its_way)
         self.mean_sq.copy_(self.levels[MEAN])
         self._count()

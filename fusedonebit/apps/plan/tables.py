@@ -21,7 +21,7 @@ ZERO_ONE = (
     "ZeroOneAdam(..., sync_policy=fusedonebit.policies.FixedRounds(2))"
 )
 QUALITY = (
-    "Bytes and seconds, no more: kernels, warm-ups and renewals of a living variance (two bytes a parameter in every "
+    "Bytes and seconds, no more: kernels, warm-ups and renewals of a shared variance (two bytes a parameter in every "
     "50th step) are left out; what each method costs in quality says docs/choose.md"
 )
 

@@ -34,7 +34,7 @@ class Job:
 
     ``batch_size`` counts sequences per rank; ``optimizers`` are trained one after the other from
     the same initial values on the same batches. ``lr`` None is each optimizer's own. ``warmup`` are the uncompressed
-    updates of one whose variance lives on; None: it is frozen, too.
+    updates of one whose variance is shared; None: it is frozen, too.
     """
 
     optimizers: tuple[str, ...]
