@@ -37,7 +37,7 @@ def test_an_uncompressed_adam_has_the_living_variance_and_a_momentum_of_full_pre
             p.grad = part.view(p.shape)
         optimizer.step()
         if t == STEPS - 1:
-            optimizer.algorithm.settle()
+            optimizer.contents.settle()
         x = torch.cat([p.detach().flatten() for p in params]).double()
         for layer in LAYERS:
             off = float((x - paper["x"])[layer].norm() / paper["x"][layer].norm())

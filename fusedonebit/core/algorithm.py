@@ -16,7 +16,7 @@ from .stage import Stage
 from .traits import Phase, Traits
 
 
-class Algorithm(Part):
+class Algorithm:
     """Skeleton of an algorithm: a subclass makes its parts, and says which stage takes the coming step.
 
     An algorithm of a single stage is that stage itself. It is made anew, and filled, where a checkpoint is loaded or a
@@ -52,6 +52,11 @@ class Algorithm(Part):
         assert isinstance(self, Stage)
         return self
 
+    @property
+    def all_parts(self) -> Sequence[Part]:
+        """Return all that keeps something; an algorithm of one stage does so itself. The last one leads the others."""
+        return (*self.parts, self) if isinstance(self, Stage) else self.parts
+
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Take up what the constructor's ``arguments`` have brought from an earlier run; every rank calls it."""
 
@@ -62,11 +67,6 @@ class Algorithm(Part):
         """
         for part in self.parts:
             part.close()
-
-    def settle(self) -> None:
-        """Bring what it and its parts keep into the form in which that is saved."""
-        for part in self.parts:
-            part.settle()
 
     # ---------------------------------------------------------------- groups
 
@@ -156,7 +156,7 @@ class Algorithm(Part):
 
     def value_of(self, name: str, i: int) -> Tensor:
         """Return what is kept of parameter ``i`` under a name, of its shape: a view, or a float32 copy of codes."""
-        every = (kept for part in (*self.parts, self) for kept in part.state(self.compressed))
+        every = (kept for part in self.all_parts for kept in part.state(self.compressed))
         (kept,) = (kept for kept in every if kept.name == name and kept.wanted)
         return kept.part(self.frame, i)
 

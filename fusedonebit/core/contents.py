@@ -34,8 +34,8 @@ class Contents:
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Return all parts, of which the algorithm is the last."""
-        return *self.algorithm.parts, self.algorithm
+        """Return all parts."""
+        return self.algorithm.all_parts
 
     # ---------------------------------------------------------------- what it is
 
@@ -70,14 +70,18 @@ class Contents:
         writer = header.get("algorithm", "one of torch.optim")
         if writer != frame.name and not traits.continues:
             raise ValueError(f"the checkpoint must be of {frame.name}, got {writer}")
-        for part in (algorithm, *algorithm.parts):
+        *others, leads = self.parts
+        for part in (leads, *others):
             part.check_plain_state(header)
         if is_compressed(header):
             frame.check_layout(header)
 
     def load(self, header: Mapping[str, Any]) -> None:
         """Take up a checkpoint's stage and plain values, with all buffers that they need, still empty."""
-        self.frame.steps.begun = self.frame.wrote(header) and header.get("begun", False)
+        own, phase = self.frame.wrote(header), header["phase"]
+        self.frame.steps.begun = own and header.get("begun", False)
+        if phase in self.algorithm.traits.phases and (own or is_compressed(header)):
+            self.algorithm.phase = phase
         for part in self.parts:
             part.resume(header)
 
@@ -85,6 +89,12 @@ class Contents:
         """Take note that the buffers are filled."""
         for part in self.parts:
             part.resumed(header)
+
+    def settle(self) -> None:
+        """Bring all tensors into the form in which they are saved."""
+        *others, leads = self.parts
+        for part in (leads, *others):
+            part.settle(self.algorithm.compressed)
 
     # ---------------------------------------------------------------- what ranks have in common
 

@@ -114,7 +114,7 @@ class Exchange(Part):
     def held(self) -> Sequence[Tensor]:
         return self.reducer.state()
 
-    def settle(self) -> None:
+    def settle(self, compressed: bool = True) -> None:
         if isinstance(self.reducer, BucketedAllReduce):
             self.reducer.check_idle()
         with self.frame.steps.whole("a look at residuals"):
@@ -153,6 +153,10 @@ class FeedbackExchange(Exchange):
     def owed(self) -> float:
         """Return the norm of residuals, root mean square over the ranks, over that of the last update."""
         return self.reducer.residual_ratio() or (math.inf if any(self.reducer.norms()[1:]) else 0.0)
+
+    def settle(self, compressed: bool = True) -> None:
+        if compressed:  # else the warm-up's momentum is there
+            super().settle()
 
     def plain_state(self) -> dict[str, Any]:
         return {"digests": self.reducer.digests}

@@ -32,8 +32,8 @@ class Part:
         """Return what only serves within a step, besides a reducer's."""
         return ()
 
-    def settle(self) -> None:
-        """Bring what it keeps into the form in which that is saved."""
+    def settle(self, compressed: bool) -> None:
+        """Bring what it keeps in a compressed stage, or in another, into the form in which that is saved."""
 
     def plain_state(self) -> dict[str, Any]:
         """Return the values of ``header_fields``; may wait for the device."""

@@ -179,6 +179,16 @@ class Compressed(Stage):
         noise = frame.ranks.shards.sum((live * factor * share).sum()).sqrt()
         self.guard.arm(last, noise, self._update_weights())
 
+    def renew(self) -> None:
+        """Renew v now, of what ranks have shared in the last step, if they have."""
+        if self.variance.renew():
+            self.weigh_guard()
+
+    def settle(self, compressed: bool = True) -> None:
+        if compressed:
+            with self.frame.steps.whole("a renewal of the variance"):
+                self.renew()
+
     def weigh_guard(self) -> None:
         """Tell the guard of a variance that was renewed; preconditioned updates are divided already."""
         if self.guard.on and not self.options.numerics.precondition:

@@ -139,6 +139,9 @@ class LambUpdate(Part):
     def scratch(self) -> Sequence[Tensor]:
         return (self.norms,)
 
+    def layer_stats(self) -> dict[str, list[Any]]:
+        return self._layers.stats_of(self._moments.exp_avg_sq)
+
 
 class AveragedLamb(Algorithm):
     """LAMB on averaged gradients, or on those of a rank alone."""
@@ -155,9 +158,6 @@ class AveragedLamb(Algorithm):
     @property
     def stage(self) -> Averaged:
         return self._averaged
-
-    def layer_stats(self) -> dict[str, list[Any]]:
-        return self.layers.stats_of(self.moments.exp_avg_sq)
 
 
 class Lamb(DistributedOptimizer):

@@ -386,7 +386,6 @@ class LocalAdam(Algorithm, Stage):
     def resume(self, header: Mapping[str, Any]) -> None:
         frame = self.frame
         if header.get("lines"):
-            self.phase = header["phase"]
             frame.coefficients.variance_betas = header.get("variance_betas")
             self.pending.fill_(header["pending"])
         elif self.own is None:  # AdamW's, or of a run in which nothing trained

@@ -296,7 +296,6 @@ class Marsit(Algorithm, Stage):
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        self.phase = header["phase"]
         self.reducer.resume(header["rounds"], header["digest"], header["flags"], header.get("counted"))
 
     # ---------------------------------------------------------------- what users look at

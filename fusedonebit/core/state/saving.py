@@ -53,7 +53,7 @@ def save(optimizer: Owner) -> dict[str, Any]:
     frame, algorithm, contents = optimizer.frame, optimizer.algorithm, optimizer.contents
     frame.steps.refuse_if_broken()
     algorithm.catch_up()
-    algorithm.settle()
+    contents.settle()
     packed = packed_of(optimizer.param_groups, optimizer.state)
     # Copies: torch's are the live ones.
     states = {key: dict(state) if isinstance(state, dict) else state for key, state in packed["state"].items()}
