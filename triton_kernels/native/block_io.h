@@ -26,6 +26,7 @@
 
 #define MOST 1024 /* elements of the largest block */
 #define LINE 16   /* elements of a cache line */
+#define WHOLE 0xFFFF /* the bits of a line of which all counts */
 
 #define EACH_LINE(i, n) for (int64_t i = 0; i < (n); i += LINE)
 #define LANES _Pragma("omp simd") for (int j = 0; j < LINE; j++) /* independent; one or two vectors */
@@ -161,6 +162,21 @@ static void only_live(float *restrict x, const uint8_t *restrict live, int64_t r
     }
 }
 
+/* The bits of a line's elements that count. */
+static inline int32_t live_word(const uint8_t *live, int64_t row, int64_t i, int64_t n)
+{
+    return row == FULL ? WHOLE : word_of(live + (row * n + i) / 8);
+}
+
+/* Elements of a block up to its last line in which any counts. */
+static int64_t some_of(const uint8_t *live, int64_t row, int64_t n)
+{
+    int64_t some = n;
+    while (some && !live_word(live, row, some - LINE, n))
+        some -= LINE;
+    return some;
+}
+
 static int is_live(const uint8_t *live, int64_t row, int64_t i, int64_t n)
 {
     return row == FULL || (live[row * (n / 8) + i / 8] >> i % 8 & 1);
@@ -202,28 +218,33 @@ static float load_one(struct place at, int64_t i)
     }
 }
 
+/* A line of it. */
+static inline void load_line(float *restrict x, struct place at, int64_t i, int64_t n)
+{
+    const float *wide = (const float *)at.base + at.start + i;
+    const uint16_t *narrow = (const uint16_t *)at.base + at.start + i;
+    if (at.kind == FP32) {
+        PREFETCH(wide, n);
+        LANES x[j] = wide[j];
+    } else if (at.kind == BF16) {
+        PREFETCH(narrow, n);
+        LANES x[j] = from_bf16(narrow[j]);
+    } else {
+        LANES x[j] = ((const _Float16 *)narrow)[j];
+    }
+}
+
 /* A block of a user's tensor; zeros where nothing counts, there is nothing, or it has no address. */
 static void load_user(float *restrict x, struct place at, const uint8_t *restrict live, int64_t row, int64_t n)
 {
-    if (!at.base || row != FULL) {
-        for (int64_t i = 0; i < n; i++)
-            x[i] = at.base && is_live(live, row, i, n) ? load_one(at, i) : 0.0f;
-    } else if (at.kind == FP32) {
-        const float *from = (const float *)at.base + at.start;
-        EACH_LINE(i, n) {
-            PREFETCH(from + i, n);
-            LANES x[i + j] = from[i + j];
-        }
-    } else if (at.kind == BF16) {
-        const uint16_t *from = (const uint16_t *)at.base + at.start;
-        EACH_LINE(i, n) {
-            PREFETCH(from + i, n);
-            LANES x[i + j] = from_bf16(from[i + j]);
-        }
-    } else {
-        const _Float16 *from = (const _Float16 *)at.base + at.start;
-        for (int64_t i = 0; i < n; i++)
-            x[i] = from[i];
+    EACH_LINE(i, n) {
+        int32_t word = at.base ? live_word(live, row, i, n) : 0;
+        if (word == WHOLE)
+            load_line(x + i, at, i, n);
+        else
+            memset(x + i, 0, LINE * sizeof *x);
+        for (; word != WHOLE && word; word &= word - 1)
+            x[i + __builtin_ctz(word)] = load_one(at, i + __builtin_ctz(word));
     }
 }
 
@@ -239,13 +260,18 @@ static const float *user_block(float *restrict room, struct place at, const uint
     return room;
 }
 
-static void store_one(struct place at, int64_t i, float x, uint32_t more)
+/* Writes elements i..i+n-1 of it, which all count; `more` as for to_bf16. */
+static inline void store_run(struct place at, int64_t i, const float *restrict x, const uint32_t *restrict more,
+                             int64_t n)
 {
-    switch (at.kind) {
-    case FP32: ((float *)at.base)[at.start + i] = x; break;
-    case BF16: ((uint16_t *)at.base)[at.start + i] = to_bf16(x, more); break;
-    default: ((_Float16 *)at.base)[at.start + i] = (_Float16)x;
-    }
+    float *wide = (float *)at.base + at.start + i;
+    uint16_t *narrow = (uint16_t *)at.base + at.start + i;
+    if (at.kind == FP32)
+        memcpy(wide, x, n * sizeof *x);
+    for (int64_t j = 0; at.kind == BF16 && j < n; j++)
+        narrow[j] = to_bf16(x[j], more[j]);
+    for (int64_t j = 0; at.kind == FP16 && j < n; j++)
+        ((_Float16 *)narrow)[j] = (_Float16)x[j];
 }
 
 /* What carries into the upper half of each element's bits: half a unit, to even; or 16 random bits. */
@@ -267,25 +293,18 @@ static void carries(uint32_t *restrict more, const float *restrict x, int64_t b,
 static void store_user(struct place at, const float *restrict x, int64_t b, const int64_t *rounding,
                        const uint8_t *restrict live, int64_t row, int64_t n)
 {
-    uint32_t more[MOST] = {0};
+    uint32_t more[MOST];
     if (!at.base)
         return;
     if (at.kind == BF16)
         carries(more, x, b, rounding, n);
-    if (row != FULL) {
-        for (int64_t i = 0; i < n; i++)
-            if (is_live(live, row, i, n))
-                store_one(at, i, x[i], more[i]);
-    } else if (at.kind == FP32) {
-        memcpy((float *)at.base + at.start, x, n * sizeof *x);
-    } else if (at.kind == BF16) {
-        uint16_t *to = (uint16_t *)at.base + at.start;
-        for (int64_t i = 0; i < n; i++)
-            to[i] = to_bf16(x[i], more[i]);
-    } else {
-        _Float16 *to = (_Float16 *)at.base + at.start;
-        for (int64_t i = 0; i < n; i++)
-            to[i] = (_Float16)x[i];
+    if (row == FULL)
+        store_run(at, 0, x, more, n);
+    for (int64_t i = 0; row != FULL && i < n; i += LINE) {
+        int32_t word = live_word(live, row, i, n), run = word == WHOLE ? LINE : 1;
+        for (int64_t j = i; word; word >>= run, j += run)
+            if (word & 1)
+                store_run(at, j, x + j, more + j, run);
     }
 }
 

@@ -121,6 +121,7 @@ KERNEL(momentum_compress)
         const float *v = exp_avg_sq.numbers ? load_stored(variance_in(exp_avg_sq), 0, b, wide, BLOCK_SIZE) : NULL;
         struct sums sums = {0};
         const float *own = NULL;
+        int64_t some = some_of(live, live_row[b], BLOCK_SIZE);
         if (worker_sq)
             own = follow(squares, wide_squares, g, at.k, b, compensated.drawn, BLOCK_SIZE);
         if (own && v) {
@@ -128,19 +129,19 @@ KERNEL(momentum_compress)
             v = wide;
         }
         if (!v) /* constants: each a loop of its own */
-            compensate(c, kept, g, NULL, packed, exp_avg.plane, scale, at.k, s, &sums, 0, TERNARY, BLOCK_SIZE);
+            compensate(c, kept, g, NULL, packed, exp_avg.plane, scale, at.k, s, &sums, 0, TERNARY, some);
         else if (exp_avg_sq.EPS_INSIDE_SQRT)
-            compensate(c, kept, g, v, packed, exp_avg.plane, scale, at.k, s, &sums, 1, TERNARY, BLOCK_SIZE);
+            compensate(c, kept, g, v, packed, exp_avg.plane, scale, at.k, s, &sums, 1, TERNARY, some);
         else
-            compensate(c, kept, g, v, packed, exp_avg.plane, scale, at.k, s, &sums, 0, TERNARY, BLOCK_SIZE);
+            compensate(c, kept, g, v, packed, exp_avg.plane, scale, at.k, s, &sums, 0, TERNARY, some);
         int narrow = c == wide_c;
         if (TERNARY || narrow || live_row[b] != FULL || !store_sums(partials, partials_stride, b, &sums)) {
             only_live(c, live, live_row[b], BLOCK_SIZE);
-            if (drop_bad(c, kept, BLOCK_SIZE))
+            if (drop_bad(c, kept, some))
                 __atomic_fetch_or(found, NONFINITE, __ATOMIC_RELAXED);
             if (narrow)
                 store_drawn(of_c, 1, b, c, *compensated.drawn, BLOCK_SIZE);
-            store_partials(partials, partials_stride, b, c, TERNARY, BLOCK_SIZE);
+            store_partials(partials, partials_stride, b, c, TERNARY, some);
         }
         store_bits(bits + bytes_at(b, blocks_per_chunk, bits_stride, BLOCK_SIZE), exp_avg.plane, c, TERNARY,
                    BLOCK_SIZE);
