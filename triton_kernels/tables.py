@@ -53,9 +53,10 @@ class Pattern:
         self._guards: TensorGuards | None = None
         self._count = 0
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether ``tensors`` are like those that ``take`` was given last."""
-        return self._guards is not None and len(tensors) == self._count and self._guards.check(*tensors)
+    def fits(self, tensors: Sequence[Tensor], but: Tensor | None = None) -> bool:
+        """Tell whether ``tensors``, all but one that may stand there often, are like those that ``take`` got last."""
+        given = tensors if len(tensors) == self._count else [each for each in tensors if each is not but]
+        return self._guards is not None and len(given) == self._count and self._guards.check(*given)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Take what ``tensors`` are like."""
@@ -65,7 +66,7 @@ class Pattern:
 
 
 class Facts:
-    """What kernels are told of a list of tensors; it keeps none of them.
+    """What kernels are told of a list of tensors; it keeps none. Sizes and dtypes are those of ``known``, if any.
 
     Attributes:
         numels: Of each.
@@ -77,13 +78,14 @@ class Facts:
 
     __slots__ = ("addresses", "found", "key", "kinds", "numels")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], known: Facts | None = None) -> None:
         # ``map``, whose loop is not Python's: there may be thousands.
-        self.numels = tuple(map(Tensor.numel, tensors))
+        self.numels: tuple[int, ...] = known.numels if known else tuple(map(Tensor.numel, tensors))
         self.found = self.addresses = tuple(map(Tensor.data_ptr, tensors))
         if not all(self.numels):
             self.addresses = tuple(address if n else 0 for address, n in zip(self.found, self.numels, strict=True))
-        self.kinds = tuple(map(KINDS.get, map(_DTYPE, tensors), repeat(_UNREADABLE)))
+        kinds = map(KINDS.get, map(_DTYPE, tensors), repeat(_UNREADABLE))
+        self.kinds: tuple[int, ...] = known.kinds if known else tuple(kinds)
         self.key = array("Q", (*self.addresses, *self.numels, *self.kinds)).tobytes()
 
 
@@ -99,7 +101,7 @@ class Listed(list[Tensor]):
         """Return ``tensors``; ``known`` are the facts of such as have these sizes and dtypes, wherever they lie."""
         if known is not None and tuple(map(Tensor.data_ptr, tensors)) == known.found:
             return cls(tensors, known)
-        return cls(tensors, Facts(tensors))
+        return cls(tensors, Facts(tensors, known))
 
 
 class Pointers(NamedTuple):

@@ -174,16 +174,16 @@ class ParameterList:
 
     _unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result's
 
-    def usable(self, given: Sequence[Tensor], nothing: Tensor) -> Listed:
-        """Check what ``gradients`` has returned, and bring it into the memory order of ``dense``.
+    def usable(self, given: Sequence[Tensor], nothing: Tensor, checked: bool = False) -> Listed:
+        """Check parameters, unless ``checked``, and what ``gradients`` has returned; bring that into ``dense``'s order.
 
         Raises:
             RuntimeError: if a parameter was moved or cast since construction, or requires gradients only since then.
             TypeError, ValueError: if a gradient can't be used.
         """
-        if not self._as_before():
+        if not (checked or self._as_before()):
             self._check_unchanged()
-        if not self._of_gradients.fits([g for g in given if g is not nothing]):
+        if not self._of_gradients.fits(given, nothing):
             return self._each_usable(given, nothing)
         listed = Listed.of(given, self._gradient_facts)
         if listed.facts is not self._gradient_facts and not all(listed.facts.found):  # others may be missing

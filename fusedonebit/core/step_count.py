@@ -23,7 +23,7 @@ from torch import Tensor
 from .sharding import is_dtensor, local
 
 _Mark = tuple[weakref.ref[Tensor], int]
-_VERSION = operator.attrgetter("_version")
+_GRAD, _VERSION = map(operator.attrgetter, ("grad", "_version"))
 
 
 class StepCount:
@@ -62,7 +62,8 @@ class StepCount:
         first, known = _first(owners), self._all
         sharded = is_dtensor(first)
         looks = compiled or sharded  # what is given of a DTensor is another object in each step
-        self._all = _signature(_gradients(owners) if looks else given, sharded)
+        grads = [g for g in map(_GRAD, owners) if g is not None] if looks else given
+        self._all = _signature(grads, sharded)
         mark = _mark(first, sharded)
         fresh = first is not None and not self._is_known(mark)
         repeats = self._consumed and not (self._unsure or first is None or fresh) and known == self._all
@@ -157,10 +158,6 @@ def _mark(grad: Tensor | None, sharded: bool = True) -> _Mark | None:
     if grad is None or grad.is_inference():
         return None
     return weakref.ref(grad), (local(grad) if sharded else grad)._version
-
-
-def _gradients(owners: Sequence[Tensor]) -> list[Tensor]:
-    return [g for p in owners if (g := p.grad) is not None]
 
 
 def _signature(grads: Sequence[Tensor], sharded: bool) -> int:

@@ -136,7 +136,7 @@ class Stepping:
         grads, error = given, None
         try:
             owner.take_hyper_parameters()
-            grads = given if checked else frame.parameters.usable(given, frame.nothing)
+            grads = frame.parameters.usable(given, frame.nothing, checked)
         except Exception as caught:
             error = caught
         if frame.ranks.model_parallel.groups and not frame.steps.captured:
