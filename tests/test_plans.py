@@ -154,7 +154,9 @@ def test_a_pattern_tells_shapes_strides_dtypes_and_devices_apart_and_keeps_no_te
     assert pattern.fits([torch.ones(4, 4)])
     for other in (x.t(), x[:2], x.double(), x.to("meta"), x.to_sparse()):
         assert not pattern.fits([other]) or other.stride() == x.stride() != (1, 4)
-    assert not pattern.fits([x, torch.ones(4, 4)])
+    nothing = torch.empty(0)
+    assert pattern.fits([nothing, x, nothing], nothing)
+    assert not any(map(pattern.fits, ([x, torch.ones(4, 4)], [x, nothing], [nothing])))
     gone = weakref.ref(x)
     del x, other
     gc.collect()
@@ -168,6 +170,7 @@ def test_facts_are_taken_anew_where_an_address_has_changed():
     assert Listed.of(made, facts).facts is facts
     other = [*made[:2], torch.zeros(2, dtype=torch.bfloat16)]
     assert Listed.of(other, facts).facts.addresses == (*facts.addresses[:2], other[2].data_ptr())
+    assert Listed.of(other, facts).facts.key == Facts(other).key
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
