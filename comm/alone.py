@@ -47,8 +47,7 @@ class AloneAllReduce(CompressedAllReduce):
         if limit is not None:
             assert limit.coef is not None
             table, limit = table or Coefficients.of(limit.coef), limit._replace(coef=None)
-        words = self.gathered.words[0]
-        self.worker.finish_alone(self.scale, words, header, verdict.hold, verdict.of_all, limit, table)
+        self.worker.finish_alone(self.scale, self.gathered.words, header, verdict.hold, verdict.of_all, limit, table)
 
 
 def make_all_reduce(

@@ -285,9 +285,10 @@ class FeedbackReducer(Reducer):
 
     def _limit(self, context: StepContext) -> Limit | None:
         """Return what a launch judges by; what lies in several shards is judged when all are known."""
-        if context.limit is None or self.shards.count > 1:
+        limit, absent = context.limit, self.verdict.absent
+        if limit is None or self.shards.count > 1:
             return None
-        return context.limit.without(self.verdict.absent)
+        return limit if absent is None else limit.without(absent)
 
     def _refuse_beyond(self, limit: Limit | None) -> None:
         """Refuse the result of all parts and shards beyond a limit; of what is in one piece ``receive`` does."""

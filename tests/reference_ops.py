@@ -218,7 +218,7 @@ class Problem:
             self.segments(scope),
             SCALE_NORMS[norm],
             *(torch.full((self.layout.n_blocks,), torch.nan) for _ in range(3)),
-            self.headers()[0][0],
+            self.headers()[0][:1],
             Header(7, counter, True, 2**31 - 1, flags, pending),
             held,
             written,

@@ -108,7 +108,7 @@ def test_what_is_beyond_the_limit_or_no_number_is_refused(factor):
     triton_kernels.finish_alone(*arguments)
     refused = not factor > 1
     assert int(arguments.flags) == int(Flag.VETO) * refused
-    assert int(arguments.words[Word.FLAGS]) == 0
+    assert int(arguments.words[0, Word.FLAGS]) == 0
     assert bool(arguments.segments.measured.any())
     assert bool(arguments.scale.any()) == bool(arguments.worker_scale.any()) == (not refused)
 

@@ -159,7 +159,7 @@ def finish_alone_kernel(
 )
 def finish_alone(
     partials: Partials, segments: Segments, norm: int, scale: PerBlock, worker_scale: PerBlock,
-    worker_settled: PerBlock, words: Annotated[Flag, "WORDS"], header: Header, hold: Flag, flags: Flag,
+    worker_settled: PerBlock, words: Annotated[Flag, "1 WORDS"], header: Header, hold: Flag, flags: Flag,
     limit: Limit | None, coefficients: Coefficients | None = None,
 ) -> None:  # fmt: skip
     """Turn partial sums into scales, hand them to blocks, and say whether the step is skipped.
@@ -186,7 +186,7 @@ def finish_alone(
         scale.copy_(torch.repeat_interleave(segments.measured, segments.start.diff()))
         worker_scale.copy_(scale)
         worker_settled.zero_()
-        words[SIGNAL] = norm_left(segments.sums).view(torch.int32)
+        words[:, SIGNAL] = norm_left(segments.sums).view(torch.int32)
     flags.copy_(own | hold)
     if not hold:
         if limit is not None and coefficients is not None:
@@ -196,7 +196,7 @@ def finish_alone(
         for each in (scale, worker_scale):
             each.copy_(torch.where(flags == 0, each, 0.0))
     for word, value in ((STEP, step), (TAG, header.tag), (FLAGS, own)):
-        words[word] = value
+        words[:, word] = value
 
 
 def _sum_update(square: Tensor, work: Segments) -> None:

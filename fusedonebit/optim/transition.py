@@ -10,7 +10,6 @@ import torch
 from ..core.frame import Frame
 from ..core.header import AMOUNT, COUNT, TABLE, Field, Fields, list_of, or_none
 from ..core.part import Part
-from ..core.stage import Stage
 from ..errors import warn
 from ..triton_kernels import Coef, freeze, rewarm
 from .averaging import Averaged
@@ -25,7 +24,7 @@ _BEFORE = {"frozen_dtype": str(torch.float32), "variance": "frozen"}
 
 
 class Transition(Part):
-    """Says which stage takes a step, and turns what one has kept into what the other goes on from.
+    """Ends a stage when it is time, and turns what that has kept into what the other goes on from.
 
     Args:
         frame: Of the optimizer.
@@ -51,16 +50,12 @@ class Transition(Part):
         assert isinstance(options, OneBitOptions)
         self.options = options
 
-    @property
-    def stage(self) -> Stage:
-        """Return the stage that takes the coming step."""
-        return self.compression if self.compression.running else self.averaged
-
     def enter_stage(self) -> None:
         """Freeze v, warm up again after a veto, or renew a shared v, if it is time; alike on all ranks."""
-        watched = self.warm_up.watch if self.warm_up.again == 0 else None
+        outcomes, watched = self.frame.steps.outcomes, self.warm_up.watch if self.warm_up.again == 0 else None
         if self.compression.running:
-            if self.options.faults.guard == "rewarm" and self.frame.steps.outcomes.veto_is_due():
+            vetoed = outcomes.veto_at is not None and outcomes.veto_is_due()
+            if vetoed and self.options.faults.guard == "rewarm":
                 self._rewarm()
             elif self.compression.variance.begin_step():
                 self.compression.weigh_guard()
@@ -75,7 +70,7 @@ class Transition(Part):
         """Return whether ``due`` updates are done."""
         outcomes = self.frame.steps.outcomes
         if outcomes.updates >= due:
-            outcomes.catch_up(self.stage.describe)  # skips may still be under way from the device: then it is exact
+            outcomes.catch_up(self.averaged.describe)  # skips may still be under way from the device: then it is exact
         return outcomes.updates >= due
 
     @torch.no_grad()
@@ -134,7 +129,7 @@ class Transition(Part):
         Residuals may hold the gradient that was refused, which v has never seen: so m is bounded to a step of Adam's.
         """
         frame, options, moments = self.frame, self.options, self.moments
-        frame.steps.outcomes.catch_up(self.stage.describe)
+        frame.steps.outcomes.catch_up(self.compression.describe)
         frame.steps.changing = True
         self.compression.renew()
         frame.steps.outcomes.veto_at = None  # a veto that has arrived meanwhile is answered, too

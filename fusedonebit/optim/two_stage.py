@@ -69,7 +69,7 @@ class TwoStage(Algorithm):
 
     @property
     def stage(self) -> Stage:
-        return self.transition.stage
+        return self.compression if self.compression.running else self.averaged
 
     def check_growth(self) -> None:
         if self.compression.running:
