@@ -89,6 +89,11 @@ class ErrorFeedback(Scaled):
             self._work.live.zero_().index_add_(0, self.segment, numel.double())
 
     @property
+    def ternary(self) -> bool:
+        """Tell whether sign(0) is 0: then elements that are not zero are counted besides."""
+        return len(self.partials) == 3
+
+    @property
     def stored(self) -> Stored:
         """Return c."""
         return Stored.row(self.compensated, self.exponents, 0)
@@ -134,7 +139,7 @@ class ErrorFeedback(Scaled):
         if not self.compensated.numel():  # nothing is kept
             return
         self.settled += self.scale
-        settle(Compensated(self.compensated, self.scale, self.exponents), len(self.partials) == 3, self.places)
+        settle(self.read_by(None), self.ternary, self.places)
 
     def values(self) -> Tensor:
         """Return c, float32 [n]; after ``settle`` e. Where it is kept in float32, that memory."""

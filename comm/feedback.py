@@ -155,7 +155,7 @@ class FeedbackReducer(Reducer):
 
     @abstractmethod
     def set_live(self, live: LiveTable) -> None:
-        """Say which elements count. No other may be non-zero in ``worker_residual``."""
+        """Say which elements count. No other may be non-zero in what workers keep."""
 
     @abstractmethod
     def take_residuals(self, out: Tensor) -> None:

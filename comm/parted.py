@@ -265,6 +265,10 @@ class BucketedAllReduce(PartedAllReduce):
             each.take_residuals(out[each.part.elements])
 
 
+def _rows(exponents: Tensor | None, blocks: slice) -> Tensor | None:
+    return None if exponents is None else exponents[blocks]
+
+
 _COMPARED = (Word.STEP, Word.TAG)
 
 
@@ -293,10 +297,11 @@ class HierarchicalAllReduce(PartedAllReduce):
         self.between, self.inside = between, inside
         self._part = NodeSection(layout, inside, dtype, options["device"])
         super().__init__(layout, inside.world_size, [self._part], between, **options)
-        worker = self._compensated = self._of_rank.worker
-        exponents = None if worker.exponents is None else worker.exponents[self._part.blocks]
-        here = Stored(worker.numbers[self._part.elements], exponents)  # the node's
-        self._of_rank = self._of_rank._replace(worker=here)
+        worker, _, squares = self._of_rank
+        self._compensated, blocks = worker, self._part.blocks
+        here = Stored(worker.numbers[self._part.elements], _rows(worker.exponents, blocks))  # the node's
+        squares = None if squares is None else squares._replace(exponents=_rows(squares.exponents, blocks))
+        self._of_rank = self._of_rank._replace(worker=here, squares=squares)
 
     def write(self, compress: Compress, context: StepContext) -> None:
         self.backups = []

@@ -73,6 +73,10 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"freeze_step": np.array([1, 2])}, r'freeze_step must be an int >= 0 or "auto", got array\(\['),
         ({"mask": {"weight": torch.ones(3)}}, "mask must map parameters to bool tensors, got str: Tensor"),
         ({"mask": "weight"}, "mask must map parameters to bool tensors, got str"),
+        ({"mask": False}, "mask must map parameters to bool tensors, got bool"),
+        ({"mask": torch.ones(2)}, "mask must map parameters to bool tensors, got Tensor"),
+        ({"model_parallel": []}, r"model_parallel must be a group of ranks, or None, got \[\]: leave it out"),
+        ({"buckets": 2**70}, "buckets must be an int from 1 to 65,536, or None, got 1180591620717411303424"),
         ({"mask": {torch.zeros(7): torch.ones(7) > 0}}, r"tensor of shape \(7,\) that is no trainable parameter"),
     ],
 )

@@ -19,7 +19,7 @@ from benchmarks.shapes import MODELS, bert_large, sizes
 from fusedonebit import OneBitAdam
 from fusedonebit.comm import Messages, Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
-from fusedonebit.core.settled import SettledNumerics
+from fusedonebit.core.resolved import ResolvedNumerics
 from fusedonebit.triton_kernels import FlatLayout, ScaleScope, choose_block_size
 
 
@@ -128,7 +128,7 @@ def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tenso
             assert sent == 2 * message
 
 
-DEFAULT_SCOPE: ScaleScope = SettledNumerics().scale_scope
+DEFAULT_SCOPE: ScaleScope = ResolvedNumerics().scale_scope
 
 
 def wire_bytes(counts: tuple[int, ...], world_size: int, scale_scope: ScaleScope) -> int:

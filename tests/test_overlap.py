@@ -359,7 +359,7 @@ def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
         ({"scale_scope": "global"}, 'scale_scope must be "bucket", "layer" or "block" with 3 buckets, got "global"'),
         ({"max_grad_norm": 1.0}, "max_grad_norm must be None with Wire(overlap=True), got 1.0"),
         ({"capturable": True}, "capturable must be False with Wire(overlap=True)"),
-        ({"buckets": 0}, "buckets must be an int >= 1 or None, got 0"),
+        ({"buckets": 0}, "buckets must be an int from 1 to 65,536, or None, got 0"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
         ({"overlap": "always"}, 'overlap must be True or False, got "always": with Wire(overlap=True) each step'),
     ],

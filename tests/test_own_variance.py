@@ -418,6 +418,10 @@ def test_a_copy_goes_on_as_the_optimizer_does():
     [
         ({"numerics": Numerics(precondition=False)}, "precondition must be True or None where workers have variances"),
         ({"numerics": Numerics(variance_floor=0.1)}, "variance_floor must be 0.0 or None where workers have variances"),
+        (
+            {"numerics": Numerics(variance_floor=False)},
+            "variance_floor must be 0.0 or None where workers have variances",
+        ),
         ({"sync_policy": 2}, "sync_policy must have a method steps(done)"),
         ({"sync_policy": Script((0,))}, "sync_policy must answer with an int >= 1, got 0"),
     ],

@@ -11,7 +11,7 @@ from torch import Tensor
 from .exchange import Exchange
 from .frame import Frame
 from .part import Part
-from .settled import Options
+from .resolved import Options
 from .stage import Stage
 from .traits import Phase, Traits
 

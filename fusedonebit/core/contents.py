@@ -1,4 +1,7 @@
-"""All that an algorithm carries from step to step, with its parts: what checkpoints have, and ``stats`` tell of."""
+"""All that an algorithm carries from step to step, with its parts: what checkpoints have, and ``stats`` tell of.
+
+``state.saving.save`` lays it out in a checkpoint, ``state.loading.load`` takes it up.
+"""
 
 from __future__ import annotations
 

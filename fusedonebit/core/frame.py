@@ -19,9 +19,9 @@ from .consensus import check_16_bits, check_device, check_masks
 from .hyper_parameters import HyperParameters
 from .options import CoefficientTable, numbers, stated
 from .params import ParameterList
+from .resolved import Options
 from .scaling import NO_SCALE, Scaling
 from .settings import Numerics, Wire
-from .settled import Options
 from .sharding import check_groups, levels, local
 from .steps import Steps
 from .under_ddp import UnderDdp
@@ -151,7 +151,7 @@ class Frame:
                 f"buckets must be None, and overlap False, with Wire(model_parallel=...), got "
                 f"{self.options.bucket_count} buckets: parts of a model skip a step together, before anything is sent"
             )
-        masks = numerics.mask or {}
+        masks = {} if numerics.mask is None else numerics.mask
         check_masks(masks, self.parameters)
         self.masks = dict(masks)
         check_device(self.device)

@@ -26,7 +26,7 @@ from ..comm.reducer import Compress
 from .arrivals import Arrivals, take_away
 from .background import Background
 from .frame import Frame, Owner
-from .settled import Options
+from .resolved import Options
 from .step_count import as_word
 
 

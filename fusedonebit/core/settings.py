@@ -33,6 +33,9 @@ VARIANCE_FLOOR = 0.01
 
 LEAST_REWARM_STEPS = 10
 
+MOST_BUCKETS = 1 << 16
+"""Each has messages of its own."""
+
 
 @explaining
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +224,8 @@ class Wire:
             raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
         if self.block_size is not None and not (is_int(self.block_size) and self.block_size in BLOCK_SIZES):
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
-        if self.buckets is not None and not (is_int(self.buckets) and self.buckets >= 1):
-            raise ValueError(f"buckets must be an int >= 1 or None, got {self.buckets!r}")
+        if self.buckets is not None and not (is_int(self.buckets) and 1 <= self.buckets <= MOST_BUCKETS):
+            raise ValueError(f"buckets must be an int from 1 to {MOST_BUCKETS:,}, or None, got {self.buckets!r}")
 
 
 @explaining

@@ -81,6 +81,8 @@ def model_ranks(model_parallel: Any, device: torch.device) -> list[Transport]:
         groups = [model_parallel.get_group(i) for i in range(model_parallel.ndim)]
     else:
         groups = list(model_parallel) if isinstance(model_parallel, (tuple, list)) else [model_parallel]
+    if not groups:
+        raise ValueError(f"model_parallel must be a group of ranks, or None, got {model_parallel!r}: leave it out")
     for group in groups:
         if not isinstance(group, (dist.ProcessGroup, Transport)) and not hasattr(group, "get_group"):
             raise TypeError(

@@ -12,8 +12,8 @@ from .exchange import Exchange
 from .frame import Frame
 from .options import Made
 from .part import Part
+from .resolved import Options
 from .scaling import NO_SCALE, Agreed
-from .settled import Options
 
 
 class Stage(Part):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from ..triton_kernels import Coef
-from .settled import Options
+from .resolved import Options
 
 Phase = Literal["uncompressed", "warmup", "compression", "local", "one-bit"]
 

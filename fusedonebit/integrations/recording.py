@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.options import check_count, is_int
-from ..core.settled import Options
+from ..core.resolved import Options
 
 METRICS = "metrics.jsonl"
 STARTS = "starts.jsonl"

@@ -14,8 +14,8 @@ from ..comm import Flag
 from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
+from ..core.resolved import Options
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
-from ..core.settled import Options
 from ..core.traits import Traits
 from ..triton_kernels import adam_update
 from .averaging import Averaged

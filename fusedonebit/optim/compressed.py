@@ -99,7 +99,7 @@ class Compressed(Stage):
         return self.variance.due and not self.frame.steps.captured
 
     def context(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> StepContext:
-        """Return what this rank shares_squares the others."""
+        """Return what this rank tells the others."""
         formats = self.options.formats
         drawn = formats.moments.random or (formats.squares.random and self.options.shares_variance)
         return self.exchange.context(abort, hold, self.frame.steps.updates if drawn else None, limit)
@@ -185,7 +185,7 @@ class Compressed(Stage):
             self.weigh_guard()
 
     def settle(self, compressed: bool = True) -> None:
-        if compressed:
+        if compressed and self.options.shares_variance:
             with self.frame.steps.whole("a renewal of the variance"):
                 self.renew()
 
@@ -202,7 +202,7 @@ class Compressed(Stage):
         factor = self.update_factor().double().square()[owner]
         return weight / coef[:, Coef.UNIT].double()[owner].square() * factor
 
-    # ---------------------------------------------------------------- what it keeps, and shares_squares
+    # ---------------------------------------------------------------- what it keeps, and tells
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         """Return the squares of this worker's gradients, where the variance is renewed of them."""

@@ -14,8 +14,8 @@ from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
 from ..core.part import Part
+from ..core.resolved import Options
 from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Layerwise, Numerics, Params, Ranks, Wire
-from ..core.settled import Options
 from ..core.state_tensor import StateTensor
 from ..core.traits import Traits
 from ..triton_kernels import Coef, Layer, lamb_coefficient, lamb_move, lamb_update, square_sums

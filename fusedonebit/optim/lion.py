@@ -14,8 +14,8 @@ from ..core.algorithm import Algorithm
 from ..core.exchange import VoteExchange
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer
+from ..core.resolved import Options
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
-from ..core.settled import Options
 from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
 from ..core.traits import Traits

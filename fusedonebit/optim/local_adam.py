@@ -423,11 +423,10 @@ class LocalAdam(Algorithm, Stage):
     def stats(self) -> dict[str, Any]:
         reducer = self.reducer
         compensated, _, server_error = reducer.norms()
+        norm = reducer.to_servers.words[:1, Word.SIGNAL]  # within a round c has grown since
         return {
             "compensated_norm": compensated,
-            "worker_error_norm": float(
-                reducer.to_servers.words[0, Word.SIGNAL :].view(torch.float32)
-            ),  # within a round c has grown since
+            "worker_error_norm": float(norm.view(torch.float32)),
             "server_error_norm": server_error,
             "residual_over_momentum": self.bits.residual_over(self.plan.only_renewed),
         }

@@ -10,7 +10,7 @@ from ..comm import Topology
 from ..comm.marsit import check_topology
 from ..core.arguments import explaining
 from ..core.options import check_count, is_int, is_number
-from ..core.settled import Options, names_of
+from ..core.resolved import Options, names_of
 from .rounds import RoundOptions
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from ..core.resolved import names_of
 from ..core.settings import LAYERWISE, VARIANCE_FLOOR, Layerwise
-from ..core.settled import names_of
 from .lamb import LambOptions
 from .onebit_options import OneBitOptions
 

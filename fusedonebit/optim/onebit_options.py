@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..core.options import check_count, is_int, is_share
+from ..core.resolved import Options, names_of
 from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Freeze, Numerics, Wire
-from ..core.settled import Options, names_of
 
 Variance = Literal["shared", "frozen"]
 
@@ -34,7 +34,7 @@ def warmup_steps(beta2: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitOptions(Options):
-    """Settings of an optimizer with a compression stage, settled."""
+    """Settings of an optimizer with a compression stage, resolved."""
 
     freeze_step: int | Literal["auto"]
     lr_warmup_steps: int

@@ -13,7 +13,7 @@ from ..comm import StepContext
 from ..core.frame import Frame
 from ..core.header import COUNT, INT, Field, Fields, list_of
 from ..core.part import Part
-from ..core.settled import Options
+from ..core.resolved import Options
 from ..core.telemetry import upload
 
 

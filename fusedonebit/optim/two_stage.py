@@ -46,7 +46,7 @@ class TwoStage(Algorithm):
         self.exchange = second.exchange
         self.transition = Transition(frame, self.moments, self.warm_up, first, second)
         parts = (self.moments, first, second, second.exchange, second.guard, second.variance, self.warm_up)
-        self.parts = (*parts, self.transition)
+        self.parts = (*parts, self.transition)  # in this order: v is renewed before residuals are formed
         if self.options.watches:
             self.moments.watch()
 

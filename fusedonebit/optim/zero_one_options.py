@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from ..core.options import check_choice
+from ..core.resolved import Options
 from ..core.settings import NUMERICS, ScaleNorm
-from ..core.settled import Options
 from .policies import SyncPolicy, VariancePolicy, check_policies
 from .rounds import RoundOptions
 
@@ -51,10 +51,11 @@ class ZeroOneOptions(RoundOptions):
         if not made.owns:
             return made
         for name, usual in (("precondition", True), ("variance_floor", 0.0)):
-            if getattr(given, name) not in (None, usual):
+            value = getattr(given, name)
+            if value is not None and (value != usual or isinstance(value, bool) is not isinstance(usual, bool)):
                 raise ValueError(
                     f"{name} must be {usual!r} or None where workers have variances of their own, got "
-                    f"{getattr(given, name)!r}; pass a variance_policy, such as policies.DoublingVariance()"
+                    f"{value!r}; pass a variance_policy, such as policies.DoublingVariance()"
                 )
         norm: ScaleNorm = "relaxed" if given.scale_norm is None else given.scale_norm
         return replace(made, numerics=replace(made.numerics, scale_norm=norm, variance_floor=0.0))

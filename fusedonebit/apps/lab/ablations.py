@@ -14,8 +14,8 @@ from ...core.algorithm import Algorithm
 from ...core.frame import Frame
 from ...core.optimizer import DistributedOptimizer
 from ...core.options import Made
+from ...core.resolved import Options
 from ...core.settings import VARIANCE_FLOOR
-from ...core.settled import Options
 from ...optim.averaging import Averaged, Update
 from ...optim.compressed import Compressed
 from ...optim.freezing import DeadCoordinates

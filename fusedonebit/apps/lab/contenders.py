@@ -22,8 +22,8 @@ from ... import (
     policies,
 )
 from ...comm import Topology
+from ...core.resolved import Options
 from ...core.settings import VARIANCE_FLOOR, StateKind
-from ...core.settled import Options
 from ..averaged import Averaged
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, NaiveOneBitAdam, settled
 from .baseline_reducers import Coding

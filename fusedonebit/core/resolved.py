@@ -13,14 +13,14 @@ from .options import check_choice, check_flag, is_number
 from .settings import DeadCoordinates, Faults, Guard, Numerics, ScaleNorm, Wire
 
 HANDED_ON = ("mask", "hierarchy", "model_parallel")
-"""What goes to parameters and ranks, and is compared with those: None in settled objects."""
+"""What goes to parameters and ranks, and is compared with those: None in resolved objects."""
 
 _T = TypeVar("_T", bound="Options")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettledNumerics(Numerics):
-    """``Numerics``, of which an optimizer has settled what None stands for."""
+class ResolvedNumerics(Numerics):
+    """``Numerics``, of which an optimizer has resolved what None stands for."""
 
     scale_norm: ScaleNorm = "contractive"
     scale_scope: ScaleScope = "block"
@@ -31,7 +31,7 @@ class SettledNumerics(Numerics):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettledFaults(Faults):
+class ResolvedFaults(Faults):
     """``Faults``, of which the same holds."""
 
     guard: Guard = "rewarm"
@@ -39,11 +39,11 @@ class SettledFaults(Faults):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """All settings of an optimizer, equal on all ranks: settled option objects, and what is passed beside them."""
+    """All settings of an optimizer, equal on all ranks: resolved option objects, and what is passed beside them."""
 
-    numerics: SettledNumerics
+    numerics: ResolvedNumerics
     wire: Wire
-    faults: SettledFaults
+    faults: ResolvedFaults
     max_grad_norm: float | None = None
 
     objects: ClassVar[dict[str, Any]] = {"numerics": Numerics, "wire": Wire, "faults": Faults}
@@ -61,7 +61,7 @@ class Options:
     """Those that are defaults of groups, and are compared with these."""
 
     usual: ClassVar[dict[str, Any]] = {}
-    """Its own defaults, by name, where settled objects have others."""
+    """Its own defaults, by name, where resolved objects have others."""
 
     recorded: ClassVar[tuple[str, ...]] = ("bias_correction", "eps_inside_sqrt", "stochastic_rounding")
     """What changes what a step computes, and a checkpoint does not compare otherwise: it says them."""
@@ -89,12 +89,12 @@ class Options:
 
     @classmethod
     def of(cls: type[_T], optimizer: str, arguments: Mapping[str, Any]) -> _T:
-        """Settle an optimizer's arguments: option objects, and what stands beside them.
+        """Resolve an optimizer's arguments: option objects, and what stands beside them.
 
         Raises:
             TypeError, ValueError: for an object of another type, and for what the optimizer can't do.
         """
-        kinds, settled = get_type_hints(cls), dict[str, Any]()
+        kinds, resolved = get_type_hints(cls), dict[str, Any]()
         for argument, kind in cls.objects.items():
             value: Any = arguments.get(argument, kind())
             if not isinstance(value, kind):
@@ -112,9 +112,9 @@ class Options:
                     )
                 if (given is not None or usual is not None) and field.name not in HANDED_ON:
                     said[field.name] = given
-            settles = kinds[argument]
-            settled[argument] = settles(**{name: said[name] for name in names_of(settles) & said.keys()})
-        return cls(**{**arguments, **settled})
+            target = kinds[argument]
+            resolved[argument] = target(**{name: said[name] for name in names_of(target) & said.keys()})
+        return cls(**{**arguments, **resolved})
 
     def values(self) -> dict[str, Any]:
         """Return each setting by its name alone, as ranks compare them and checkpoints tell them."""
