@@ -251,14 +251,16 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
     optimizer = MAKE[name]([{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}], 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     compared, renewed, of_round = [], [], []
-    table, received = type(optimizer.algorithm).table, Exchange.take_verdict
+    algorithm, received = optimizer.algorithm, Exchange.take_verdict
+    stages = {algorithm.averaged, algorithm.compression} if hasattr(algorithm, "compression") else {algorithm.stage}
+    tables = {type(stage): type(stage).table for stage in stages}
 
     def compare(kept, made, but=()):
         columns = [column for column in Coef if column not in but]
         compared.append((kept[:, columns].clone(), made[:, columns]))
 
     def begun(self):
-        kept = table(self)
+        kept = tables[type(self)](self)
         coefficients = self.frame.coefficients
         made = coefficients.fresh(self.frame.hyper.taken, coefficients._made)
         compare(kept, made, RENEWED if coefficients.renews else ())
@@ -280,7 +282,8 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(optimizer.algorithm), "table", begun)
+        for kind in tables:
+            patch.setattr(kind, "table", begun)
         patch.setattr(Exchange, "take_verdict", exchanged)
         for i in range(9):
             for p in params[: 1 + (i % 4 > 0)]:
