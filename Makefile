@@ -54,7 +54,7 @@ demo: $(READY)
 	$(BIN)/fusedonebit train --nproc 2 --compare adamw,onebit-adam --out $(DEMO_OUT)
 
 lab: $(READY)
-	$(BIN)/fusedonebit lab
+	$(BIN)/python -m benchmarks.lab
 
 frontier: $(READY)
 	$(BIN)/python -m benchmarks.frontier
@@ -163,7 +163,7 @@ dist: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p fusedonebit
+	$(BIN)/mypy -p fusedonebit -p benchmarks.lab
 	$(BIN)/lint-imports
 
 format: $(READY)

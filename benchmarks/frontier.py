@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from fusedonebit.apps.lab.contenders import CONTENDERS, LENGTHS
-from fusedonebit.apps.lab.launch import make
-from fusedonebit.apps.lab.records import Records, reported, search
-from fusedonebit.apps.lab.report import Rows, View, difference, markdown
-from fusedonebit.apps.lab.rivals import RIVALS
-from fusedonebit.apps.lab.run import Key
+from benchmarks.lab.contenders import CONTENDERS, LENGTHS
+from benchmarks.lab.launch import make
+from benchmarks.lab.records import Records, reported, search
+from benchmarks.lab.report import Rows, View, difference, markdown
+from benchmarks.lab.rivals import RIVALS
+from benchmarks.lab.run import Key
 
 from . import lab_page
 from .pages import DOCS, write_tables

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
-from fusedonebit.apps.lab.plots import plot, plot_toys
-from fusedonebit.apps.lab.publish import publish
-from fusedonebit.apps.lab.records import Records
-from fusedonebit.apps.lab.report import View, markdown, rates, rows, views
-from fusedonebit.apps.lab.tasks import TASKS
+from benchmarks.lab.contenders import CONTENDERS, HEADLINE
+from benchmarks.lab.plots import plot, plot_toys
+from benchmarks.lab.publish import publish
+from benchmarks.lab.records import Records
+from benchmarks.lab.report import View, markdown, rates, rows, views
+from benchmarks.lab.tasks import TASKS
 
 from .pages import DOCS, write_tables
 

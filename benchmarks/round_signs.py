@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedonebit.apps.lab.baseline_reducers import Cascading, ErrorFeedback, MajorityVote, StochasticSign
-from fusedonebit.apps.lab.run import Key, Training, Worker
-from fusedonebit.apps.lab.tasks import TASKS
+from benchmarks.lab.run import Key, Training, Worker
+from benchmarks.lab.tasks import TASKS
+from fusedonebit.apps.train.baseline_reducers import Cascading, ErrorFeedback, MajorityVote, StochasticSign
 from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, Transport
 from fusedonebit.comm.rounds import RoundAllReduce
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fusedonebit import MarsitSGD, Rounds
-from fusedonebit.apps.lab.baselines import AGGREGATIONS, BaselineSGD
+from fusedonebit.apps.train.baselines import AGGREGATIONS, BaselineSGD
 from fusedonebit.comm import make_transport
 
 from .timed import Timed

@@ -1,4 +1,4 @@
-"""Makes one global update of all workers' updates: the base of Marsit, and of the baselines in ``apps.lab``.
+"""Makes one global update of all workers' updates: the base of Marsit, and of the baselines in ``apps.train``.
 
 A round: each worker adds its update to what it has kept from earlier rounds; the workers agree on one
 global update; each keeps what that has not taken from it. Subclasses differ in how they agree, and in

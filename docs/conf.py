@@ -36,7 +36,7 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     # Behind TYPE_CHECKING, or a type variable.
     (r"py:.*", r"Aggregation|Coding|Options|Family|Spec|.*\.simulated\.T|.*\._Optimizer"),
     # What no user names.
-    (r"py:.*", r"fusedonebit\.(core|optim|apps\.lab)\..*|.*\.partition\.Section|fusedonebit\..*Options"),
+    (r"py:.*", r"fusedonebit\.(core|optim|apps\.train)\..*|.*\.partition\.Section|fusedonebit\..*Options"),
     (
         r"py:.*",
         r".*\.(Deferred|Backup|OnePart|ErrorFeedback|SideOfParts|Bucket|OfRank|Scaled|Looks|OwnVariance|Unit|Rows)",

@@ -11,18 +11,18 @@ from rivals_by_the_book import Run
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit.apps.lab.rivals.demo import DeMo
-from fusedonebit.apps.lab.rivals.diloco import AVERAGE, SHORT, DiLoCo
-from fusedonebit.apps.lab.rivals.ef_sgdm import ErrorFeedbackSGDM
-from fusedonebit.apps.lab.rivals.frame import Rival
-from fusedonebit.apps.lab.rivals.lion import DistributedLion
-from fusedonebit.apps.lab.rivals.loco import LoCo
-from fusedonebit.apps.lab.rivals.onebit_loco import OneBitLoCo
-from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
-from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
-from fusedonebit.apps.lab.rivals.sparseloco import SparseLoCo
-from fusedonebit.apps.lab.setting import Setting
-from fusedonebit.apps.lab.workers import AlikeTransport
+from benchmarks.lab.rivals.demo import DeMo
+from benchmarks.lab.rivals.diloco import AVERAGE, SHORT, DiLoCo
+from benchmarks.lab.rivals.ef_sgdm import ErrorFeedbackSGDM
+from benchmarks.lab.rivals.frame import Rival
+from benchmarks.lab.rivals.lion import DistributedLion
+from benchmarks.lab.rivals.loco import LoCo
+from benchmarks.lab.rivals.onebit_loco import OneBitLoCo
+from benchmarks.lab.rivals.powersgd import PowerSGD
+from benchmarks.lab.rivals.quantised import BFloat16, Quantised
+from benchmarks.lab.rivals.sparseloco import SparseLoCo
+from benchmarks.lab.setting import Setting
+from benchmarks.lab.workers import AlikeTransport
 
 WORKERS, STEPS = 4, 25
 SHAPES = [(24, 20), (20,), (6, 3, 2, 2), (40, 60), (20,), (61, 70), (100,)]

@@ -14,8 +14,8 @@ from ranks import WORLD_SIZES, run_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit.apps.lab.baseline_reducers import Cascading, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
-from fusedonebit.apps.lab.baselines import AGGREGATIONS, BaselineAdam, BaselineSGD
+from fusedonebit.apps.train.baseline_reducers import Cascading, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
+from fusedonebit.apps.train.baselines import AGGREGATIONS, BaselineAdam, BaselineSGD
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.triton_kernels import FlatLayout
 

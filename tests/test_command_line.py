@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab import command as lab
 from fusedonebit.apps import corpus
 from fusedonebit.apps.cli import COMMANDS, main
 
@@ -73,9 +74,10 @@ JUNK = (
 def numeric_options() -> dict[str, argparse.Action]:
     """Those of all commands, by ``command option``."""
     found = {}
-    for command in COMMANDS:
+    modules = {command: f"fusedonebit.apps.{command}.command" for command in COMMANDS} | {"lab": lab.__name__}
+    for command, module in modules.items():
         parser = argparse.ArgumentParser()
-        importlib.import_module(f"fusedonebit.apps.{command}.command").add_arguments(parser)
+        importlib.import_module(module).add_arguments(parser)
         found |= {f"{command} {action.option_strings[0]}": action for action in parser._actions if action.type}
     return found
 
@@ -99,7 +101,8 @@ def test_a_number_that_makes_no_sense_is_one_clear_error(option):
 @pytest.mark.parametrize("flag", ["--workers", "--rates"])
 @pytest.mark.parametrize("text", [text for text in JUNK if len(text) < 100])
 def test_and_so_are_lists_of_them(flag, text, tmp_path, capsys):
-    told = refused(capsys, "lab", flag, f"1,{text}", "--out", str(tmp_path))
+    assert lab.main([flag, f"1,{text}", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith(f"fusedonebit: {flag} must be "), told
 
 
@@ -197,7 +200,7 @@ def test_without_a_command_it_shows_what_there_is_and_a_first_thing_to_try(capsy
 
 STARTS = """
 import sys
-from fusedonebit.apps.cli import main
+from {of} import main
 class Torch:
     def find_spec(self, name, *more):
         if name == "torch":
@@ -208,10 +211,16 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("asked", [["train", "--freeze-step", "9", "--steps", "9"], ["lab", "--workers", "3"]])
-def test_something_is_said_before_torch_is_imported(asked):
+@pytest.mark.parametrize(
+    ("of", "asked"),
+    [
+        ("fusedonebit.apps.cli", ["train", "--freeze-step", "9", "--steps", "9"]),
+        ("benchmarks.lab.command", ["--workers", "3"]),
+    ],
+)
+def test_something_is_said_before_torch_is_imported(of, asked):
     """Its import takes a second or two, and each rank's another."""
-    program = [sys.executable, "-c", STARTS, *asked]
+    program = [sys.executable, "-c", STARTS.format(of=of), *asked]
     told = subprocess.run(program, capture_output=True, text=True, timeout=100).stderr.splitlines()
     assert told[0].startswith("starting ")
     assert told[1] == "torch"
@@ -220,7 +229,7 @@ def test_something_is_said_before_torch_is_imported(asked):
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():
     with subprocess.Popen(
-        [sys.executable, "-m", "fusedonebit", "lab", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "benchmarks.lab", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as running:
         running.stdout.close()  # before anything is written, as ``| head`` may
         assert (running.stderr.read(), running.wait()) == (b"", 141)
@@ -244,7 +253,7 @@ def test_no_table_needs_matplotlib(without, text, tmp_path, capsys):
 
 def test_the_labs_list_needs_nothing_but_torch(without, capsys):
     without("matplotlib", "rich", "sklearn")
-    assert main(["lab", "--list"]) == 0
+    assert lab.main(["--list"]) == 0
     assert re.search(r"tasks:\n  vgg\n.*optimizers:\n  adamw\n", capsys.readouterr().out, re.DOTALL)
 
 
@@ -254,7 +263,8 @@ def test_what_is_missing_is_named_as_the_index_calls_it(without, tmp_path, capsy
     assert refused(capsys, *PLAN) == rich
     assert refused(capsys, "train", "--out", str(tmp_path)) == rich
     both = "fusedonebit: this command needs rich and scikit-learn: pip install rich scikit-learn"
-    assert refused(capsys, "lab", "--out", str(tmp_path)) == both
+    assert lab.main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == both
 
 
 # ---------------------------------------------------------------- a copy that lacks an application
@@ -283,10 +293,6 @@ for name in others:
     status, text = told(name, "--help")
     assert status == 0 and text.startswith(f"usage: fusedonebit {name} "), text
 expected = {(absent,): f"fusedonebit {absent} is not installed: fusedonebit/apps/{absent} is missing\\n"}
-if absent == "lab":
-    needs = "starting ssdm on 1 process\\n"
-    needs += "fusedonebit: --optimizer ssdm needs fusedonebit lab, which is not installed\\n"
-    expected["train", "--optimizer", "ssdm"] = needs
 if absent == "plan":
     needs = "starting marsit on 1 process\\n"
     needs += "fusedonebit: --topology auto needs fusedonebit plan, which is not installed\\n"
@@ -296,7 +302,7 @@ for arguments, text in expected.items():
 """
 
 
-@pytest.mark.long(but="lab")
+@pytest.mark.long(but="plan")
 @pytest.mark.parametrize("absent", COMMANDS)
 def test_the_library_and_each_command_do_without_the_other_applications(absent, tmp_path):
     package = Path(__file__).parent.parent / "fusedonebit"

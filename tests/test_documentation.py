@@ -295,12 +295,6 @@ def parsed(program: Callable[[], Any], patch: pytest.MonkeyPatch) -> argparse.Na
 def check_fusedonebit(arguments: list[str], patch: pytest.MonkeyPatch) -> None:
     """All but the work itself: of a training also names and files are checked, a plan and a report are made."""
     given = parsed(lambda: cli.main(arguments), patch)
-    if given.command == "lab":
-        from fusedonebit.apps.lab import contenders, tasks
-
-        for names, known in ((given.tasks, tasks.TASKS), (given.optimizers, contenders.CONTENDERS)):
-            assert set(names.split(",") if names else ()) <= set(known)
-        return
     started: list[Any] = []
     patch.setattr(launch, "run", lambda job, nproc: started.append(job) or 0)
     assert cli.main(arguments) == 0

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedonebit.apps.lab.elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
+from fusedonebit.apps.train.elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
 
 
 @given(st.lists(st.integers(1, 2**53 - 1), max_size=60))

@@ -12,7 +12,6 @@ import inspect
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,9 +204,7 @@ COMMANDS = {
     "plan": "plan --params 340M --gpus 64 --gpus-per-node 8 --network 10Gbps --step-ms 363",
     "plan, all, drawn": "plan --params 1.2B --gpus 8 --calibrate step_fp32=6.4,one_gpu=1.4 --all --out drawn",
     "migrate": "migrate ds_config.json",
-    "lab, its list": "lab --list",
-    "lab, its tables": "lab --report --out lab",
-    **{f"{name} --help": f"{name} --help" for name in ("train", "report", "plan", "migrate", "lab")},
+    **{f"{name} --help": f"{name} --help" for name in ("train", "report", "plan", "migrate")},
     "--help": "--help",
     "--version": "--version",
 }
@@ -303,7 +300,7 @@ def of_commands() -> dict[str, Case]:
                 fast = [*pages.FAST, "--text", "my.txt", "--nproc", "1"]
                 fast += ["--freeze-step", "6"] if "--freeze-step" in words else []
                 found[f"{line} ({place})"] = Case(MAIN.format([*words, *fast]))
-        elif name == "fusedonebit" and words[0] != "lab":
+        elif name == "fusedonebit":
             found[f"{line} ({place})"] = Case(MAIN.format(words))
     return found
 
@@ -332,7 +329,6 @@ SAMPLE = [*random.Random(SEED).sample(sorted(CASES), SAMPLED), "OneBitAdam.from_
 def folder(tmp_path: Path) -> Path:
     """With what the pages, and the commands here, take for granted."""
     pages.put_at_hand(tmp_path)
-    shutil.copytree(ROOT / "benchmarks/results/lab", tmp_path / "lab")
     return tmp_path
 
 

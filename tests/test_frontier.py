@@ -24,10 +24,10 @@ from benchmarks.frontier import (
     verdict,
     verdicts,
 )
+from benchmarks.lab.contenders import CONTENDERS, UntilEvaluated
+from benchmarks.lab.records import Records
+from benchmarks.lab.tasks import TASKS as ALL_TASKS
 from benchmarks.pages import DOCS
-from fusedonebit.apps.lab.contenders import CONTENDERS, UntilEvaluated
-from fusedonebit.apps.lab.records import Records
-from fusedonebit.apps.lab.tasks import TASKS as ALL_TASKS
 from fusedonebit.optim.policies import Progress
 
 MINE, OTHER = OURS[0], "int8"

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from fusedonebit import Faults, MarsitSGD, Numerics, OneBitAdam, OneBitLamb
-from fusedonebit.apps.lab import baselines
+from fusedonebit.apps.train import baselines
 
 SHAPES = ((8, 30), (5,), (1, 7))
 

@@ -15,16 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launched import Ended, fusedonebit
 from ranks import run_ranks
 
+from benchmarks.lab import launch, publish, toys
+from benchmarks.lab import run as lab
+from benchmarks.lab.command import main
+from benchmarks.lab.contenders import CONTENDERS, HEADLINE
+from benchmarks.lab.rivals import RIVALS
+from benchmarks.lab.tasks import TASKS
 from fusedonebit import FusedOneBitWarning
-from fusedonebit.apps.cli import main
-from fusedonebit.apps.lab import launch, publish, toys
-from fusedonebit.apps.lab import run as lab
-from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
-from fusedonebit.apps.lab.rivals import RIVALS
-from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import SimulatedGroup, make_transport
 
 
@@ -137,8 +136,9 @@ def test_frozen_adam_is_adam_until_then_and_64_workers_fit(monkeypatch):
     assert adam[10:] != frozen[10:]
 
 
-def command(*arguments: str) -> Ended:
-    return fusedonebit("lab", *arguments)
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", "benchmarks.lab", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.full
@@ -163,7 +163,7 @@ def test_at_its_parents_rate_no_other_rate_is_searched(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "make", lambda _, plan, __: planned.append({run.optimizer for run in plan()}) or 0)
     monkeypatch.setattr(publish, "publish", lambda *_: None)
     for chosen in ([], ["--parents"]):
-        arguments = ["lab", "--tasks", "mlp", "--optimizers", "adam-frozen", "--out", str(tmp_path), *chosen]
+        arguments = ["--tasks", "mlp", "--optimizers", "adam-frozen", "--out", str(tmp_path), *chosen]
         assert main(arguments) == 0
     searches = planned[::2]
     assert searches == [{"adamw", "adam-frozen"}, {"adamw"}]
@@ -171,7 +171,7 @@ def test_at_its_parents_rate_no_other_rate_is_searched(monkeypatch, tmp_path):
 
 @pytest.mark.full
 def test_a_lab_that_is_killed_leaves_no_process_behind(tmp_path):
-    program = [sys.executable, "-m", "fusedonebit", "lab", "--tasks", "vgg", "--out", str(tmp_path)]
+    program = [sys.executable, "-m", "benchmarks.lab", "--tasks", "vgg", "--out", str(tmp_path)]
     lab_process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{lab_process.pid}/task/{lab_process.pid}/children")
     wait_for(lambda: len(children.read_text().split()) > 1)

@@ -11,9 +11,9 @@ from test_reference import LAYERS, LIVING, SHAPES, SIZES, STEPS, WARMUP, WORKERS
 from torch import Tensor
 from torch.nn import Parameter
 
+from benchmarks.lab.ablations import ExactMomentum, LivingAdam
+from benchmarks.lab.workers import AlikeTransport, batch_workers
 from fusedonebit import reference
-from fusedonebit.apps.lab.ablations import ExactMomentum, LivingAdam
-from fusedonebit.apps.lab.workers import AlikeTransport, batch_workers
 
 
 def average(s: Any, m: Tensor, g: Tensor, beta1: float) -> Tensor:

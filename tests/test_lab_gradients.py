@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedonebit.apps.lab.gradients import Which, gradients, untraced
-from fusedonebit.apps.lab.tasks import TASKS
+from benchmarks.lab.gradients import Which, gradients, untraced
+from benchmarks.lab.tasks import TASKS
 
 WORKERS = 4
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab import launch, publish, tuning
+from benchmarks.lab.contenders import CONTENDERS
+from benchmarks.lab.records import Records, reported, search, start
+from benchmarks.lab.report import View, difference, markdown, rates, rows, views
+from benchmarks.lab.run import Key, fingerprint
+from benchmarks.lab.tasks import TASKS
 from fusedonebit.apps.arguments import InputError
-from fusedonebit.apps.lab import launch, publish, tuning
-from fusedonebit.apps.lab.contenders import CONTENDERS
-from fusedonebit.apps.lab.records import Records, reported, search, start
-from fusedonebit.apps.lab.report import View, difference, markdown, rates, rows, views
-from fusedonebit.apps.lab.run import Key, fingerprint
-from fusedonebit.apps.lab.tasks import TASKS
 
 BOTH = ("adamw", "onebit-adam")
 
@@ -274,7 +274,7 @@ def test_every_setting_of_optimizer_and_task_is_in_a_record(monkeypatch):
     assert len({fingerprint("mlp", name) for name in CONTENDERS}) == len(CONTENDERS)
     before = fingerprint("mlp", "adam-frozen")
     fingerprint.cache_clear()
-    monkeypatch.setattr("fusedonebit.apps.lab.run.CONSTANTS", (0.15, 0.5))
+    monkeypatch.setattr("benchmarks.lab.run.CONSTANTS", (0.15, 0.5))
     assert fingerprint("mlp", "adam-frozen") != before
     fingerprint.cache_clear()
     monkeypatch.undo()

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from benchmarks import lab_page
+from benchmarks.lab import launch, publish, tuning
+from benchmarks.lab.contenders import CONTENDERS, HEADLINE
+from benchmarks.lab.records import TUNED_AT, Records, reported
+from benchmarks.lab.report import Difference, View, difference
+from benchmarks.lab.run import diverged, run
+from benchmarks.lab.tasks import TASKS
 from benchmarks.netlab.whole import renewals
 from benchmarks.pages import DOCS
 from benchmarks.shapes import bert_large, sizes
-from fusedonebit.apps.lab import launch, publish, tuning
-from fusedonebit.apps.lab.contenders import CONTENDERS, HEADLINE
-from fusedonebit.apps.lab.records import TUNED_AT, Records, reported
-from fusedonebit.apps.lab.report import Difference, View, difference
-from fusedonebit.apps.lab.run import diverged, run
-from fusedonebit.apps.lab.tasks import TASKS
 from fusedonebit.comm import Messages
 from fusedonebit.comm.squares import Rows
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size

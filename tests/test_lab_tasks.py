@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from fusedonebit.apps.lab.tasks import TASKS, Trial
-from fusedonebit.apps.lab.tasks.images import NOISE, digits
+from benchmarks.lab.tasks import TASKS, Trial
+from benchmarks.lab.tasks.images import NOISE, digits
 
 WORKERS, SIZE = 3, 2
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fusedonebit.apps.lab import tuning
+from benchmarks.lab import tuning
 
 
 def searched(start: float, loss) -> tuple[float | None, dict[float, float]]:

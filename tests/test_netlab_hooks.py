@@ -10,12 +10,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from benchmarks.lab.rivals.blocks import Blocks
+from benchmarks.lab.rivals.codes import CodedAllReduce, IntegerCode
+from benchmarks.lab.rivals.collectives import StackedCollectives
+from benchmarks.lab.workers import AlikeTransport
 from benchmarks.netlab.hooks import Bfloat16, Hook, Int8
 from benchmarks.netlab.quantised import BLOCK, QuantisedLine, decode, encode
-from fusedonebit.apps.lab.rivals.blocks import Blocks
-from fusedonebit.apps.lab.rivals.codes import CodedAllReduce, IntegerCode
-from fusedonebit.apps.lab.rivals.collectives import StackedCollectives
-from fusedonebit.apps.lab.workers import AlikeTransport
 
 WIDTH, LAYERS, STEPS = 384, 8, 4
 """A bucket of 1 MB for two layers each."""

@@ -9,9 +9,9 @@ import struct
 import pytest
 
 from benchmarks import frontier, lab_page, loss_bytes
+from benchmarks.lab.plots import COLOURS as LAB
+from benchmarks.lab.records import Records
 from benchmarks.netlab import plots as netlab
-from fusedonebit.apps.lab.plots import COLOURS as LAB
-from fusedonebit.apps.lab.records import Records
 from fusedonebit.apps.pictures import METHODS, lighter, method_colour
 from fusedonebit.apps.plan.plot import STYLES
 from fusedonebit.apps.train.optimizers import OPTIMIZERS

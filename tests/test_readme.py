@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lab_page, loss_bytes
+from benchmarks.lab.records import Records
+from benchmarks.lab.report import View, rows
 from benchmarks.netlab import whole
 from fusedonebit.apps.cli import main
-from fusedonebit.apps.lab.records import Records
-from fusedonebit.apps.lab.report import View, rows
 from fusedonebit.apps.plan import Network
 from fusedonebit.apps.plan.report import FASTEST, LEAST_SPEEDUP, SLOWEST, Plan, crossing
 

@@ -20,12 +20,12 @@ from rivals_runs import BOOK, SHAPES, STEPS, a_run, ours, rival_of
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from fusedonebit.apps.lab import run as lab
-from fusedonebit.apps.lab.contenders import CONTENDERS
-from fusedonebit.apps.lab.rivals import RIVALS, loco
-from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
-from fusedonebit.apps.lab.rivals.quantised import BFloat16
-from fusedonebit.apps.lab.tasks import TASKS, Trial
+from benchmarks.lab import run as lab
+from benchmarks.lab.contenders import CONTENDERS
+from benchmarks.lab.rivals import RIVALS, loco
+from benchmarks.lab.rivals.powersgd import PowerSGD
+from benchmarks.lab.rivals.quantised import BFloat16
+from benchmarks.lab.tasks import TASKS, Trial
 
 LIMIT = 1e-6
 """Relative to how far parameters go on average; roundings are of float64, and no decision lies at a tie."""

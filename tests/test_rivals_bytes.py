@@ -12,8 +12,8 @@ import rivals_by_the_book as book
 import torch
 from rivals_runs import BOOK, NUMEL, SHAPES, STEPS, WORKERS, a_run, rival_of
 
-from fusedonebit.apps.lab.rivals.bits import pack, packed_bytes, unpack
-from fusedonebit.apps.lab.rivals.diloco import SHORT
+from benchmarks.lab.rivals.bits import pack, packed_bytes, unpack
+from benchmarks.lab.rivals.diloco import SHORT
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 12])

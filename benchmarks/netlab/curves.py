@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.lab.rivals.powersgd import PowerSGD
+from benchmarks.lab.rivals.quantised import BFloat16, Quantised
+from benchmarks.lab.setting import Setting
+from benchmarks.lab.workers import AlikeTransport, BatchedZeroOneAdam, batch_workers
 from fusedonebit import OneBitAdam
-from fusedonebit.apps.lab.rivals.powersgd import PowerSGD
-from fusedonebit.apps.lab.rivals.quantised import BFloat16, Quantised
-from fusedonebit.apps.lab.setting import Setting
-from fusedonebit.apps.lab.workers import AlikeTransport, BatchedZeroOneAdam, batch_workers
 
 from .hooks import POWER_SGD_RANK, POWER_SGD_START
 from .task import BETAS, WEIGHT_DECAY, Task

@@ -6,7 +6,7 @@
     4. quantise     the mean
     5. all-gather   all have all means
 
-The arithmetic is that of ``fusedonebit.apps.lab.rivals.quantised``, on a line that zeros fill up to whole blocks.
+The arithmetic is that of ``benchmarks.lab.rivals.quantised``, on a line that zeros fill up to whole blocks.
 """
 
 from __future__ import annotations

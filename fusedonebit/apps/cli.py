@@ -1,4 +1,4 @@
-"""The command line: ``fusedonebit train``, ``report``, ``lab``, ``plan`` and ``migrate``."""
+"""The command line: ``fusedonebit train``, ``report``, ``plan`` and ``migrate``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .. import __version__
 from .arguments import InputError, installed, printable
@@ -17,7 +17,6 @@ INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 COMMANDS = {
     "train": "train a byte-level transformer",
     "report": "one page of what runs have recorded",
-    "lab": "compare optimizers on small real tasks",
     "plan": "what a step's messages cost on your network, and whether to compress them",
     "migrate": "what a DeepSpeed config becomes, key by key",
 }
@@ -33,7 +32,7 @@ a first thing to try, 2 minutes on 2 cores: AdamW and 1-bit Adam on two processe
 """
 
 
-class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
     commands = parser.add_subparsers(dest="command", required=bool(argv))
     for name in filter(installed, COMMANDS):
-        of_command = commands.add_parser(name, help=COMMANDS[name], formatter_class=_Defaults)
+        of_command = commands.add_parser(name, help=COMMANDS[name], formatter_class=Defaults)
         if name == chosen:
             command = importlib.import_module(f".{name}.command", __package__)
             of_command.description = command.DESCRIPTION
@@ -61,8 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(parser.format_help() + (FIRST if installed("train") and installed("report") else ""), end="")
         return 0
     arguments = parser.parse_args(argv)
+    return exit_code(lambda: command.run(arguments))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run a command; return what a shell gets, and say in one line what can't be used."""
     try:
-        code = int(command.run(arguments))
+        code = int(run())
         sys.stdout.flush()
         return code
     except InputError as error:

@@ -10,7 +10,7 @@ from test_gpu_steps import Run, assert_equal, nccl, shapes  # noqa: F401
 from torch import Tensor
 
 from fusedonebit import MarsitAdam, MarsitSGD
-from fusedonebit.apps.lab.baselines import BaselineSGD
+from fusedonebit.apps.train.baselines import BaselineSGD
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.triton_kernels import using
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from ..arguments import InputError, installed, listed, need, positive, whole
+from ..arguments import InputError, listed, need, positive, whole
 
 DESCRIPTION = "Train a byte-level transformer language model on several processes, with the optimizer of choice."
 
@@ -100,7 +100,7 @@ def _world_size(nproc: int, device: str) -> int:
 
 
 def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
-    from .optimizers import BASELINES, OPTIMIZERS
+    from .optimizers import OPTIMIZERS
 
     flag, names = (
         ("--compare", listed(arguments.compare)) if arguments.compare else ("--optimizer", [arguments.optimizer])
@@ -108,8 +108,6 @@ def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
     for name in names:
         if name not in OPTIMIZERS:
             raise InputError(f"{flag} must be of {', '.join(OPTIMIZERS)}, got {name!r}")
-        if name in BASELINES and not installed("lab"):
-            raise InputError(f"{flag} {name} needs fusedonebit lab, which is not installed")
     return tuple(names)
 
 

@@ -147,7 +147,7 @@ def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
 
 
 def _baseline(params: Parameters, settings: Settings, aggregation: str) -> torch.optim.Optimizer:
-    from ..lab.baselines import BaselineAdam
+    from .baselines import BaselineAdam
 
     return BaselineAdam(
         params,

@@ -1,14 +1,16 @@
-"""The body of ``fusedonebit lab``."""
+"""The command: ``python -m benchmarks.lab``, which is ``make lab``."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ..arguments import InputError, listed, need, whole
+from fusedonebit.apps.arguments import InputError, listed, need, whole
+from fusedonebit.apps.cli import Defaults, exit_code
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 """Numbers of workers: powers of 2, by which sums are divided exactly."""
@@ -17,6 +19,14 @@ DESCRIPTION = (
     "Train small real tasks with named optimizers on simulated workers, each at its tuned learning rate; tables and a "
     "picture of how much worse each is than what it compresses, and of the bytes of the whole run."
 )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code: 2 for bad input, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser("python -m benchmarks.lab", description=DESCRIPTION, formatter_class=Defaults)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    return exit_code(lambda: run(arguments))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

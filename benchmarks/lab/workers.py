@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import CompressedAllReduce, StepContext
-from ...comm.reducer import Compress
-from ...comm.squares import Unit
-from ...comm.transport import CountingTransport, Pending, Waiting
-from ...core.optimizer import DistributedOptimizer
-from ...optim.local_adam import LocalAdam
-from ...optim.own_variance import OwnVariance
-from ...optim.two_stage import TwoStage
-from ...optim.zero_one import ZeroOneAdam
-from ...triton_kernels import LiveTable, local_step
-from ...triton_kernels.nouns import Divisor
-from ...triton_kernels.zero_one import LocalStep
+from fusedonebit.comm import CompressedAllReduce, StepContext
+from fusedonebit.comm.reducer import Compress
+from fusedonebit.comm.squares import Unit
+from fusedonebit.comm.transport import CountingTransport, Pending, Waiting
+from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.optim.local_adam import LocalAdam
+from fusedonebit.optim.own_variance import OwnVariance
+from fusedonebit.optim.two_stage import TwoStage
+from fusedonebit.optim.zero_one import ZeroOneAdam
+from fusedonebit.triton_kernels import LiveTable, local_step
+from fusedonebit.triton_kernels.nouns import Divisor
+from fusedonebit.triton_kernels.zero_one import LocalStep
+
 from .rivals.frame import Rival
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import OneBitAdam
-from ...comm import CompressedAllReduce
-from ...triton_kernels import FlatLayout
+from fusedonebit import OneBitAdam
+from fusedonebit.comm import CompressedAllReduce
+from fusedonebit.triton_kernels import FlatLayout
+
 from .contenders import PAPER, UNGUARDED
 
 BOWL_WARM_UP, BOWL_STEPS, BOWL_LR = 100, 600, 1e-3

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from ...corpus import Corpus, load_text
+from fusedonebit.apps.corpus import Corpus, load_text
+
 from .supervised import Learner, fixed
 
 VOCABULARY = 128  # ASCII; all other bytes are one symbol

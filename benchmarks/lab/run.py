@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import SimulatedGroup, Transport
+from fusedonebit.comm import SimulatedGroup, Transport
+
 from .contenders import CONSTANTS, CONTENDERS, settings
 from .gradients import Which, gradients
 from .rivals.frame import Rival

@@ -9,7 +9,8 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from ..pictures import clear, lighter, method_colour, save
+from fusedonebit.apps.pictures import clear, lighter, method_colour, save
+
 from . import toys
 from .records import Records
 from .report import DECADES, PERCENT, Difference, View, difference, sent, views

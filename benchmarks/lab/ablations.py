@@ -8,21 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import Lamb, Numerics, OneBitAdam
-from ...comm import CompressedAllReduce, Transport
-from ...core.algorithm import Algorithm
-from ...core.frame import Frame
-from ...core.optimizer import DistributedOptimizer
-from ...core.options import Made
-from ...core.resolved import Options
-from ...core.settings import VARIANCE_FLOOR
-from ...optim.averaging import Averaged, Update
-from ...optim.compressed import Compressed
-from ...optim.freezing import DeadCoordinates
-from ...optim.lamb import AveragedLamb, LambUpdate
-from ...optim.moments import AdamUpdate, MomentBuffers
-from ...optim.two_stage import TwoStage
-from ...triton_kernels import TAIL, Coef, flatten, freeze, rules
+from fusedonebit import Lamb, Numerics, OneBitAdam
+from fusedonebit.comm import CompressedAllReduce, Transport
+from fusedonebit.core.algorithm import Algorithm
+from fusedonebit.core.frame import Frame
+from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.core.options import Made
+from fusedonebit.core.resolved import Options
+from fusedonebit.core.settings import VARIANCE_FLOOR
+from fusedonebit.optim.averaging import Averaged, Update
+from fusedonebit.optim.compressed import Compressed
+from fusedonebit.optim.freezing import DeadCoordinates
+from fusedonebit.optim.lamb import AveragedLamb, LambUpdate
+from fusedonebit.optim.moments import AdamUpdate, MomentBuffers
+from fusedonebit.optim.two_stage import TwoStage
+from fusedonebit.triton_kernels import TAIL, Coef, flatten, freeze, rules
+
 from .workers import BatchedAllReduce
 
 

@@ -12,7 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..arguments import InputError
+from fusedonebit.apps.arguments import InputError
+
 from . import tuning
 from .contenders import CONTENDERS
 from .run import Key, diverged, fingerprint

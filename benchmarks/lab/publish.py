@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import InputError, missing
+from fusedonebit.apps.arguments import InputError, missing
+
 from .contenders import CONTENDERS
 from .records import Records
 from .report import Rows, markdown, rates, rows, views

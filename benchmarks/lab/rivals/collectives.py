@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....comm import Transport
+from fusedonebit.comm import Transport
 
 
 class StackedCollectives:

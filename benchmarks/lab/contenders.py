@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ... import (
+from fusedonebit import (
     AdamW,
     Faults,
     MarsitAdam,
@@ -21,13 +21,14 @@ from ... import (
     ZeroOneAdam,
     policies,
 )
-from ...comm import Topology
-from ...core.resolved import Options
-from ...core.settings import VARIANCE_FLOOR, StateKind
-from ..averaged import Averaged
+from fusedonebit.apps.averaged import Averaged
+from fusedonebit.apps.train.baseline_reducers import Coding
+from fusedonebit.apps.train.baselines import BaselineAdam
+from fusedonebit.comm import Topology
+from fusedonebit.core.resolved import Options
+from fusedonebit.core.settings import VARIANCE_FLOOR, StateKind
+
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, NaiveOneBitAdam, settled
-from .baseline_reducers import Coding
-from .baselines import BaselineAdam
 from .rivals import RIVALS
 from .rivals.frame import Rival
 from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
@@ -251,5 +252,18 @@ def settings(name: str, steps: int, weight_decay: float) -> tuple[Any, ...]:
     return given, _told(made.options if isinstance(made, Rival) else options), frozen, told
 
 
+@dataclass(frozen=True)
+class Named:
+    """A class as recorded runs name it: where the lab's were when they were made."""
+
+    kind: type
+
+    def __repr__(self) -> str:
+        """Name it as its own ``repr`` would have."""
+        return repr(self.kind).replace("'benchmarks.lab.", "'fusedonebit.apps.lab.")
+
+
 def _told(value: Any) -> Any:
-    return Told(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if isinstance(value, type):
+        return Named(value)
+    return Told(value) if is_dataclass(value) else value

@@ -19,8 +19,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ... import FusedOneBitWarning
-from ..arguments import InputError
+from fusedonebit import FusedOneBitWarning
+from fusedonebit.apps.arguments import InputError
+
 from .records import Record, Records
 from .run import Key, run
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...comm import Transport
+from fusedonebit.comm import Transport
 
 BETAS = (0.9, 0.99)
 EPS, LAMB_EPS = 1e-8, 1e-6
