@@ -39,7 +39,7 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     (r"py:.*", r"fusedonebit\.(core|optim|apps\.train)\..*|.*\.partition\.Section|fusedonebit\..*Options"),
     (
         r"py:.*",
-        r".*\.(Deferred|Backup|OnePart|ErrorFeedback|SideOfParts|Bucket|OfRank|Scaled|Looks|OwnVariance|Unit|Rows)",
+        r".*\.(Deferred|Backup|OnePart|ErrorFeedback|SideOfParts|Bucket|OfRank|Scaled|Verdict|Looks|OwnVariance|Unit|Rows)",
     ),
 ]
 smartquotes_action = "D"  # quotes stay straight
