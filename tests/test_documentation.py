@@ -323,7 +323,13 @@ def source_of(module: str) -> str:
 def check_module(module: str, arguments: list[str], patch: pytest.MonkeyPatch) -> None:
     assert importlib.util.find_spec(module) is not None
     source = source_of(module)
-    if "argparse" not in source:
+    if module == "benchmarks.lab":
+        from benchmarks.lab import command, contenders, tasks
+
+        given = parsed(lambda: command.main(arguments), patch)
+        for names, known in ((given.tasks, tasks.TASKS), (given.optimizers, contenders.CONTENDERS)):
+            assert set(names.split(",") if names else ()) <= set(known)
+    elif "argparse" not in source:
         assert not arguments
     elif re.search(r"TRITON_INTERPRET|import [^\n]*\baudit\b", source):  # switches it off for its whole process
         subprocess.run([sys.executable, "-c", PARSE, module, *arguments], check=True, cwd=ROOT)

@@ -65,7 +65,7 @@ class MajorityVote(Algorithm, Stage):
         frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
 
         def vote(part: SignVote) -> None:
-            hold = part.verdict.hold + abort
+            hold = part.verdict.hold + 1 if abort else part.verdict.hold
             where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
             toy_vote(grads, frame.places, self.exp_avg, agreed.coef, *where, part.verdict.found)
 

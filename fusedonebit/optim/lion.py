@@ -54,7 +54,7 @@ class Votes(Algorithm, Stage):
         frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
 
         def vote(part: SignVote) -> None:
-            hold = part.verdict.hold + abort  # without gradients m stays as well
+            hold = part.verdict.hold + 1 if abort else part.verdict.hold  # without gradients m stays as well
             where = (frame.steps.updates, hold, part.to_servers.bits, part.weights, frame.ranks.transport.rank)
             lion_compress(grads, frame.places, self.exp_avg, agreed.coef, *where, part.verdict.found)
 
