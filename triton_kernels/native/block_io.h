@@ -218,29 +218,38 @@ static float load_one(struct place at, int64_t i)
     }
 }
 
-/* A line of it. */
-static inline void load_line(float *restrict x, struct place at, int64_t i, int64_t n)
+/* Elements i..i+m-1 of it, whole lines, of a block of n. */
+static inline void load_run(float *restrict x, struct place at, int64_t i, int64_t m, int64_t n)
 {
     const float *wide = (const float *)at.base + at.start + i;
     const uint16_t *narrow = (const uint16_t *)at.base + at.start + i;
     if (at.kind == FP32) {
-        PREFETCH(wide, n);
-        LANES x[j] = wide[j];
+        EACH_LINE(l, m) {
+            PREFETCH(wide + l, n);
+            LANES x[l + j] = wide[l + j];
+        }
     } else if (at.kind == BF16) {
-        PREFETCH(narrow, n);
-        LANES x[j] = from_bf16(narrow[j]);
+        EACH_LINE(l, m) {
+            PREFETCH(narrow + l, n);
+            LANES x[l + j] = from_bf16(narrow[l + j]);
+        }
     } else {
-        LANES x[j] = ((const _Float16 *)narrow)[j];
+        for (int64_t l = 0; l < m; l++)
+            x[l] = ((const _Float16 *)narrow)[l];
     }
 }
 
 /* A block of a user's tensor; zeros where nothing counts, there is nothing, or it has no address. */
 static void load_user(float *restrict x, struct place at, const uint8_t *restrict live, int64_t row, int64_t n)
 {
+    if (at.base && row == FULL) {
+        load_run(x, at, 0, n, n);
+        return;
+    }
     EACH_LINE(i, n) {
         int32_t word = at.base ? live_word(live, row, i, n) : 0;
         if (word == WHOLE)
-            load_line(x + i, at, i, n);
+            load_run(x + i, at, i, LINE, n);
         else
             memset(x + i, 0, LINE * sizeof *x);
         for (; word != WHOLE && word; word &= word - 1)
