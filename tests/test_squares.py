@@ -36,8 +36,8 @@ def projected(worker: int, shape: tuple[int, ...], draw: int, other_signs: bool 
     generators = [torch.Generator().manual_seed(n) for n in (size, 1000 * worker + size)]
     g = torch.randn(size, generator=generators[0]) + 2 * torch.randn(size, generator=generators[1])
     updates = torch.tensor(draw + 10**6 * (other_signs and worker == 1))
-    shared = SharedSquares(layout, 0, torch.device("cpu"))
-    shared.tell([g.view(shape)], Stored(torch.zeros(layout.numel)), Looks(updates), 0, places_of(layout))
+    shared = SharedSquares(layout, 0, torch.device("cpu"), Stored(torch.zeros(layout.numel)))
+    shared.tell([g.view(shape)], Looks(updates), 0, places_of(layout))
     return shared.sent.numbers[0]
 
 
