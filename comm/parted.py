@@ -93,7 +93,8 @@ class PartedAllReduce(FeedbackReducer):
             digest = torch.zeros(len(here), dtype=torch.int64, device=device)
             if exponents is not None:
                 exponents_served = exponents.new_zeros(len(here), layout.blocks_per_chunk)
-        self.verdict = Verdict(device, digest, programs_of(layout))
+        whole = len(here) == count  # else each part's verdict measures the result
+        self.verdict = Verdict(device, digest, programs_of(layout) if whole else 0)
         squares = None if worker_sq is None else Stored.row(worker_sq, exponents, OWN)
         of_served = None if exponents_served is None else exponents_served.view(-1)
         self._of_rank = OfRank(Stored.row(compensated, exponents, 0), Stored(served, of_served), squares)
@@ -112,7 +113,7 @@ class PartedAllReduce(FeedbackReducer):
                 part=part,
                 worker_sq=None if worker_sq is None else worker_sq.view(len(here), -1)[i],
                 gathered=self.gathered.rows(part.chunks, part.layout)
-                if len(here) == count
+                if whole
                 # Sent inside the node: it must not lie in the buffer that receives those of all its ranks.
                 else Messages(transport.world_size, most, part.layout, device, ternary),
                 scale=self.scale[part.blocks],
