@@ -79,6 +79,7 @@ OF_THE_LIBRARY = {
     "lines": ("lines of the library", 20_000),
     "longest_file": ("lines of its longest file", LONG),
     "long_files": (f"files of more than {LONG} lines", 0),
+    "same_names": ("names that files of several folders have", 0),
 }
 """The same of the library: the package without applications, C included."""
 Found = dict[str, Numbers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import subprocess
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -34,10 +35,14 @@ def of_ops() -> Numbers:
     }
 
 
+def package_files(*suffixes: str) -> list[Path]:
+    """Return the files of the package; two of its folders are links, into which ``rglob`` does not go."""
+    folders = (LIBRARY, LIBRARY / "comm", LIBRARY / "triton_kernels")
+    return sorted({path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes})
+
+
 def library_files(*suffixes: str) -> list[Path]:
-    every = [path for folder in (LIBRARY, LIBRARY / "comm", LIBRARY / "triton_kernels") for path in folder.rglob("*")]
-    kept = [path for path in every if path.relative_to(LIBRARY).parts[0] not in NOT_THE_LIBRARY]
-    return sorted({path for path in kept if path.suffix in suffixes})
+    return [path for path in package_files(*suffixes) if path.relative_to(LIBRARY).parts[0] not in NOT_THE_LIBRARY]
 
 
 def reached(function: ast.FunctionDef | ast.AsyncFunctionDef, kinds: Collection[str]) -> set[str]:
@@ -76,5 +81,7 @@ def of_files() -> tuple[Numbers, str]:
     lines = {path: len(path.read_text().splitlines()) for path in library_files(".py", ".c", ".h")}
     longest = max(lines, key=lambda path: lines[path])
     long = sum(count > LONG for count in lines.values())
+    named = Counter(path.name for path in package_files(".py") if path.name != "__init__.py")
     numbers = {"lines": sum(lines.values()), "longest_file": lines[longest], "long_files": long}
+    numbers["same_names"] = sum(count > 1 for count in named.values())
     return naming | numbers, str(longest.relative_to(LIBRARY))

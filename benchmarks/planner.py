@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
-from fusedonebit.apps.plan.plot import draw
+from fusedonebit.apps.plan.plan_plot import draw
 from fusedonebit.apps.plan.report import Plan
 from fusedonebit.apps.plan.units import duration
 

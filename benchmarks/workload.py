@@ -11,9 +11,11 @@ from torch import Tensor
 from fusedonebit import triton_kernels as ops
 from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import LARGEST_GRADIENT, SCALE_NORMS, TAIL, Coef, FlatLayout, Layer, live_table
+from fusedonebit.triton_kernels.close_round import Left, Received
 from fusedonebit.triton_kernels.finish import PIECE, Segments
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
-from fusedonebit.triton_kernels.marsit import ChunkHeaders, Chunks, Compensation, LocalUpdate
+from fusedonebit.triton_kernels.local_step import LocalStep
+from fusedonebit.triton_kernels.local_update import ChunkHeaders, Chunks, Compensation, LocalUpdate
 from fusedonebit.triton_kernels.marsit_signs import threshold_of
 from fusedonebit.triton_kernels.nouns import (
     Arrived,
@@ -32,10 +34,8 @@ from fusedonebit.triton_kernels.nouns import (
     Signs,
 )
 from fusedonebit.triton_kernels.receive import spans_of
-from fusedonebit.triton_kernels.rounds import Left, Received
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 from fusedonebit.triton_kernels.tables import tables_of
-from fusedonebit.triton_kernels.zero_one import LocalStep
 
 PRECONDITIONED = ("momentum_compress", "apply_momentum", "lamb_ratio", "local_step", "rebuild_momentum")
 """Ops that do something else where what is compressed is preconditioned."""

@@ -14,8 +14,8 @@ from .agreement import DisagreementError, agree, checksum
 from .allreduce import CompressedAllReduce
 from .alone import make_all_reduce
 from .feedback import FeedbackReducer
-from .marsit import MarsitAllReduce
 from .message import Messages, StepContext, describe_mismatch
+from .multi_hop import MarsitAllReduce
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodeSection, Section
 from .reducer import Reducer

@@ -40,7 +40,7 @@ from .message import Messages, StepContext
 from .partition import Section
 from .reducer import Compress
 from .shards import ShardGroup
-from .squares import NOWHERE, Looks, Rows, SharedSquares, Unit
+from .shared_squares import NOWHERE, Looks, Rows, SharedSquares, Unit
 from .transport import LocalTransport, Transport
 from .verdict import Verdict, programs_of
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import rules
-from ..triton_kernels.marsit import Compensation
-from ..triton_kernels.rounds import Left
+from ..triton_kernels.close_round import Left
+from ..triton_kernels.local_update import Compensation
 from ..triton_kernels.tables import tables_of
 from .partition import Section
 

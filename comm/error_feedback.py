@@ -14,7 +14,7 @@ from ..triton_kernels.finish import Segments
 from ..triton_kernels.nouns import Codes, Coefficients, Compensated, Divisor, Header, Places, Signs, Stored
 from .absent import Backup
 from .message import Messages
-from .squares import Unit
+from .shared_squares import Unit
 from .verdict import Scaled, Verdict
 
 

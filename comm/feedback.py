@@ -21,7 +21,7 @@ from .message import Messages, StepContext, describe_mismatch
 from .partition import Section
 from .reducer import Compress, Reducer
 from .shards import ShardGroup
-from .squares import Rows, SharedSquares, Unit, by_tensor
+from .shared_squares import Rows, SharedSquares, Unit, by_tensor
 from .transport import Transport
 from .verdict import Scaled, Verdict
 

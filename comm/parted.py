@@ -40,7 +40,7 @@ from .message import Messages, StepContext
 from .partition import NodeSection, Section
 from .reducer import Compress
 from .shards import ShardGroup
-from .squares import Unit
+from .shared_squares import Unit
 from .transport import LocalTransport, Transport
 from .verdict import Scaled, Verdict, programs_of
 

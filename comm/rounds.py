@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
+from ..triton_kernels.close_round import Received
 from ..triton_kernels.headers import Flag, Word, agreed_flags, unfolded, union
-from ..triton_kernels.marsit import ChunkHeaders, Chunks, LocalUpdate
+from ..triton_kernels.local_update import ChunkHeaders, Chunks, LocalUpdate
 from ..triton_kernels.nouns import Digest, Places
-from ..triton_kernels.rounds import Received
 from ..triton_kernels.tables import tables_of
 from .absent import Backup, absence, absent_on_all, packed
 from .allreduce import check_world_size

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fusedonebit.comm.message import Messages
 from fusedonebit.triton_kernels import FlatLayout
+from fusedonebit.triton_kernels.close_round import Left, Received
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
-from fusedonebit.triton_kernels.marsit import ChunkHeaders, Chunks, Compensation, LocalUpdate
+from fusedonebit.triton_kernels.local_update import ChunkHeaders, Chunks, Compensation, LocalUpdate
 from fusedonebit.triton_kernels.nouns import Digest
-from fusedonebit.triton_kernels.rounds import Left, Received
 
 MERGED = (CHECKED, int(Word.FLAGS), int(Flag.MISMATCH))
 LIMITS = (torch.inf, 0.5, 0.0)

@@ -8,7 +8,7 @@ import torch
 from op_arguments import arguments_of
 from torch import Tensor
 
-from fusedonebit.comm.squares import Rows
+from fusedonebit.comm.shared_squares import Rows
 from fusedonebit.triton_kernels import tell_squares
 from fusedonebit.triton_kernels.nouns import Codes, Divisor, Stored
 from fusedonebit.triton_kernels.projections import Projections

@@ -10,8 +10,8 @@ from reference_ops import checksum_of
 from torch import Tensor
 
 from fusedonebit.triton_kernels import Coef, close_round, using
+from fusedonebit.triton_kernels.close_round import SPAN, Received
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word, agreed_flags, folded
-from fusedonebit.triton_kernels.rounds import SPAN, Received
 
 SOME = (300, 0, 5, 2048, 129)
 BACKENDS = ("plain", "triton", pytest.param("native", marks=pytest.mark.needs_compiler))

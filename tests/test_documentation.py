@@ -39,8 +39,8 @@ import yaml
 from launched import launched
 
 from fusedonebit.apps import cli
-from fusedonebit.apps.migrate.config import Config, Fate
-from fusedonebit.apps.migrate.settings import translate
+from fusedonebit.apps.migrate.deepspeed_config import Config, Fate
+from fusedonebit.apps.migrate.translate import translate
 from fusedonebit.apps.train import launch
 
 ROOT = Path(__file__).parent.parent

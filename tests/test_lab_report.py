@@ -18,7 +18,7 @@ from benchmarks.lab.records import Records, reported, search, start
 from benchmarks.lab.report import View, difference, markdown, rates, rows, views
 from benchmarks.lab.run import Key, fingerprint
 from benchmarks.lab.tasks import TASKS
-from fusedonebit.apps.arguments import InputError
+from fusedonebit.apps.parsing import InputError
 
 BOTH = ("adamw", "onebit-adam")
 

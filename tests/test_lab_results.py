@@ -19,7 +19,7 @@ from benchmarks.netlab.whole import renewals
 from benchmarks.pages import DOCS
 from benchmarks.shapes import bert_large, sizes
 from fusedonebit.comm import Messages
-from fusedonebit.comm.squares import Rows
+from fusedonebit.comm.shared_squares import Rows
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
 from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.renewal import SUMS

@@ -21,8 +21,8 @@ import fusedonebit
 from benchmarks import deepspeed_peer
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.migrate.calls import LAMB
-from fusedonebit.apps.migrate.config import Config, Fate
-from fusedonebit.apps.migrate.settings import translate
+from fusedonebit.apps.migrate.deepspeed_config import Config, Fate
+from fusedonebit.apps.migrate.translate import translate
 from fusedonebit.deepspeed import schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:step.. found no gradient")  # of schedules alone

@@ -13,7 +13,7 @@ from benchmarks.lab.plots import COLOURS as LAB
 from benchmarks.lab.records import Records
 from benchmarks.netlab import plots as netlab
 from fusedonebit.apps.pictures import METHODS, lighter, method_colour
-from fusedonebit.apps.plan.plot import STYLES
+from fusedonebit.apps.plan.plan_plot import STYLES
 from fusedonebit.apps.train.optimizers import OPTIMIZERS
 
 FOUND = json.loads(loss_bytes.RECORD.read_text())

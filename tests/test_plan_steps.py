@@ -12,7 +12,7 @@ from benchmarks.pages import PERFORMANCE
 from fusedonebit.apps.plan import METHODS, TYPICAL, Network, methods
 from fusedonebit.apps.plan.calibrate import Timed, calibrate
 from fusedonebit.apps.plan.costs import powersgd_bytes, transformer_width
-from fusedonebit.apps.plan.overlap import DDP_FIRST, DDP_OTHERS, ddp, ours, whole
+from fusedonebit.apps.plan.hidden_messages import DDP_FIRST, DDP_OTHERS, ddp, ours, whole
 from fusedonebit.apps.plan.report import LEAST_SPEEDUP, Plan, crossing, step
 
 SLOW = Network(12.5e9 / 8, gpus_per_node=1)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_pages import record, write
 
-from fusedonebit.apps.report.read import Run, Series, read_runs
-from fusedonebit.apps.report.reduce import (
+from fusedonebit.apps.report.downsample import (
     MOST_BANDS,
     MOST_MARKS,
     at_steps,
@@ -24,6 +23,7 @@ from fusedonebit.apps.report.reduce import (
     skips,
     thin,
 )
+from fusedonebit.apps.report.read import Run, Series, read_runs
 
 
 def series(values: list[float]) -> Series:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.shapes import bert_large, sizes
 from fusedonebit.comm import Messages, TorchTransport, Transport
-from fusedonebit.comm.squares import Looks, SharedSquares
+from fusedonebit.comm.shared_squares import Looks, SharedSquares
 from fusedonebit.optim.variance import LONGEST
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 from fusedonebit.triton_kernels.codes import decode, encode

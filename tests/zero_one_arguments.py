@@ -8,8 +8,8 @@ import torch
 from op_arguments import arguments_of
 from reference_ops import Problem
 
+from fusedonebit.triton_kernels.local_step import LocalStep
 from fusedonebit.triton_kernels.nouns import Coefficients
-from fusedonebit.triton_kernels.zero_one import LocalStep
 
 Way = tuple[bool, bool, bool, bool, bool]
 WAYS: list[Way] = [

@@ -7,31 +7,31 @@ travel together are one argument (``nouns``).
 
 from . import nouns, rules
 from .advance import advance
-from .alone import finish_alone
 from .backends import backend, using
+from .close_round import close_round
 from .columns import LARGEST_GRADIENT, Coef, Group, Layer
 from .compress import momentum_compress, settle
 from .finish import SCALE_NORMS, finish
+from .finish_alone import finish_alone
 from .flat import TAIL, flatten, pack, unpack
 from .freeze import exponents, freeze, live_variance, param_squares, rewarm, square_sums, update_sums
+from .gradient_scaling import gradient_squares, scale_coefficients
 from .jit import rule
-from .lamb import lamb_coefficient, lamb_move, lamb_update
+from .lamb_ratios import lamb_follow, lamb_ratio, lamb_rescale
+from .lamb_update import lamb_coefficient, lamb_move, lamb_update
 from .layout import BLOCK_SIZES, FlatLayout, ScaleScope, Span, choose_block_size
 from .levels import follow_level, tell_level
-from .marsit import local_update
+from .local_step import local_step, rebuild_momentum
+from .local_update import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
-from .onebit_lamb import lamb_follow, lamb_ratio, lamb_rescale
 from .parts import close_parts
 from .receive import receive
 from .reduce import server_reduce
 from .renewal import renew, renew_levels
-from .rounds import close_round
-from .scaling import gradient_squares, scale_coefficients
 from .squares import average_squares, tell_squares
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
 from .vote import vote_op
-from .zero_one import local_step, rebuild_momentum
 
 lion_compress = vote_op("lion_compress", rules.lion)
 

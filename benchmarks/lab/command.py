@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from fusedonebit.apps.arguments import InputError, listed, need, whole
 from fusedonebit.apps.cli import Defaults, exit_code
+from fusedonebit.apps.parsing import InputError, listed, need, whole
 
 WORKERS = (2, 4, 8, 16, 32, 64)
 """Numbers of workers: powers of 2, by which sums are divided exactly."""

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fusedonebit import FusedOneBitWarning
-from fusedonebit.apps.arguments import InputError
+from fusedonebit.apps.parsing import InputError
 
 from .records import Record, Records
 from .run import Key, run

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fusedonebit.apps.arguments import InputError, missing
+from fusedonebit.apps.parsing import InputError, missing
 
 from .contenders import CONTENDERS
 from .records import Records

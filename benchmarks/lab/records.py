@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fusedonebit.apps.arguments import InputError
+from fusedonebit.apps.parsing import InputError
 
 from . import tuning
 from .contenders import CONTENDERS

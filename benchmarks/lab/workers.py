@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedonebit.comm import CompressedAllReduce, StepContext
 from fusedonebit.comm.reducer import Compress
-from fusedonebit.comm.squares import Unit
+from fusedonebit.comm.shared_squares import Unit
 from fusedonebit.comm.transport import CountingTransport, Pending, Waiting
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.optim.local_adam import LocalAdam
@@ -23,8 +23,8 @@ from fusedonebit.optim.own_variance import OwnVariance
 from fusedonebit.optim.two_stage import TwoStage
 from fusedonebit.optim.zero_one import ZeroOneAdam
 from fusedonebit.triton_kernels import LiveTable, local_step
+from fusedonebit.triton_kernels.local_step import LocalStep
 from fusedonebit.triton_kernels.nouns import Divisor
-from fusedonebit.triton_kernels.zero_one import LocalStep
 
 from .rivals.frame import Rival
 

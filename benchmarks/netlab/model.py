@@ -15,7 +15,7 @@ from typing import Any
 from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
 from fusedonebit.apps.plan.costs import FP32
-from fusedonebit.apps.plan.overlap import BACKWARD, MIB, Buckets
+from fusedonebit.apps.plan.hidden_messages import BACKWARD, MIB, Buckets
 
 SEGMENT, FRAME, ACKNOWLEDGEMENT = 1448, 1514, 66
 """Bytes: a TCP segment's payload with timestamps, its Ethernet frame, and a frame that only acknowledges."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from .arguments import InputError, installed, printable
+from .parsing import InputError, installed, printable
 
 USAGE_ERROR = 2
 INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": "what a step's messages cost on your network, and whether to compress them",
     "migrate": "what a DeepSpeed config becomes, key by key",
 }
-"""Help by name. Each has a folder, which may be missing, whose module ``command`` has ``DESCRIPTION``,
+"""Help by name. Each has a folder, which may be missing, whose module ``<name>_command`` has ``DESCRIPTION``,
 ``add_arguments(parser)`` and ``run(arguments)``; the last may raise ``InputError``."""
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in filter(installed, COMMANDS):
         of_command = commands.add_parser(name, help=COMMANDS[name], formatter_class=Defaults)
         if name == chosen:
-            command = importlib.import_module(f".{name}.command", __package__)
+            command = importlib.import_module(f".{name}.{name}_command", __package__)
             of_command.description = command.DESCRIPTION
             command.add_arguments(of_command)
     if not argv:

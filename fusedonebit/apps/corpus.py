@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .arguments import InputError
+from .parsing import InputError
 
 HELD_OUT = 0.1
 """Share of the text that is never trained on: the end of each of ``PIECES`` equal pieces."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm import Flag, ModelGroup, ShardGroup, Transport
 from ..triton_kernels import LARGEST_GRADIENT, FlatLayout, gradient_squares, rules, scale_coefficients
 from ..triton_kernels.finish import PIECE
-from ..triton_kernels.scaling import EARLIER, FACTOR, FOUND, MEAN_NORM, NORM, OVERFLOWED, RANKS
+from ..triton_kernels.gradient_scaling import EARLIER, FACTOR, FOUND, MEAN_NORM, NORM, OVERFLOWED, RANKS
 from ..triton_kernels.tables import tables_of
 
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")

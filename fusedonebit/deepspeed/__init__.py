@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .checkpoints import Taken, load_deepspeed
 from .config import from_config
-from .policies import DeepSpeedRounds, DeepSpeedVariance
+from .intervals import DeepSpeedRounds, DeepSpeedVariance
 from .schedules import schedule
 
 __all__ = ["DeepSpeedRounds", "DeepSpeedVariance", "Taken", "from_config", "load_deepspeed", "schedule"]

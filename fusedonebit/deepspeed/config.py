@@ -8,8 +8,8 @@ from typing import Any, TypeVar, overload
 
 from .. import Faults, Layerwise, Numerics, OneBitAdam, OneBitLamb, ZeroOneAdam
 from ..core.settings import FAULTS, NUMERICS, Params, Ranks
-from .policies import DeepSpeedRounds, DeepSpeedVariance
-from .zero_one import DeepSpeedZeroOneAdam
+from .intervals import DeepSpeedRounds, DeepSpeedVariance
+from .numerics import DeepSpeedZeroOneAdam
 
 _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
 """How DeepSpeed moved bytes; here the process group says that."""

@@ -16,7 +16,7 @@ from ..core.frame import Frame
 from ..core.handshake import Handshake
 from ..core.stage import Stage
 from ..errors import OutOfStepError
-from ..triton_kernels.scaling import SQUARES
+from ..triton_kernels.gradient_scaling import SQUARES
 
 
 class Update(Protocol):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm import Flag, StepContext
 from ..comm.reducer import Compress
-from ..comm.squares import NOWHERE, Looks
+from ..comm.shared_squares import NOWHERE, Looks
 from ..core.averages import Averages
 from ..core.exchange import FeedbackExchange
 from ..core.frame import Frame
@@ -19,8 +19,8 @@ from ..core.overlap import make_reducer
 from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
 from ..triton_kernels import Coef, update_sums
+from ..triton_kernels.gradient_scaling import SQUARES
 from ..triton_kernels.nouns import Divisor, Limit
-from ..triton_kernels.scaling import SQUARES
 from .guard import LEAST_SQUARE, DivergenceGuard
 from .moments import MomentBuffers
 from .onebit_options import OneBitOptions

@@ -21,17 +21,17 @@ from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
 from ..core.traits import Traits
 from ..triton_kernels import TAIL, Coef, add_values, local_step
+from ..triton_kernels.gradient_scaling import SQUARES
 from ..triton_kernels.headers import Word
+from ..triton_kernels.local_step import LocalStep
 from ..triton_kernels.nouns import Divisor
-from ..triton_kernels.scaling import SQUARES
-from ..triton_kernels.zero_one import LocalStep
 from .averaging import Averaged
 from .bit_momentum import BitMomentum
+from .local_steps import ANCHOR, RoundCount, leaving_out, may_rest
 from .moments import AdamUpdate, MomentBuffers
 from .own_variance import OwnVariance
 from .policies import Progress
 from .round_plan import RoundPlan
-from .rounds import ANCHOR, RoundCount, leaving_out, may_rest
 from .zero_one_options import ZeroOneOptions
 
 STEP_SIZE, DECAY = 0, 1  # rows of ``LocalAdam.moved``

@@ -21,11 +21,11 @@ from ..core.state_tensor import StateTensor
 from ..core.traits import Traits
 from ..triton_kernels import TAIL, Coef, FlatLayout, add_values, apply_momentum
 from ..triton_kernels.headers import folded
-from ..triton_kernels.marsit import LocalUpdate
+from ..triton_kernels.local_update import LocalUpdate
 from ..triton_kernels.nouns import Places, Signs
 from ..triton_kernels.tables import tables_of
+from .local_steps import ANCHOR, RoundCount, leaving_out, may_rest
 from .marsit_options import LocalOptions, MarsitAdamOptions, MarsitOptions
-from .rounds import ANCHOR, RoundCount, leaving_out, may_rest
 
 
 class Marsit(Algorithm, Stage):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..comm import Topology
-from ..comm.marsit import check_topology
+from ..comm.multi_hop import check_topology
 from ..core.arguments import explaining
 from ..core.options import check_count, is_int, is_number
 from ..core.resolved import Options, names_of
-from .rounds import RoundOptions
+from .local_steps import RoundOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from ..core.consensus import failure
 from ..core.frame import Frame
 from ..core.header import COUNT, FLAG, POSITIVE, Field, Fields, Rule, list_of
 from ..core.part import Part
+from .local_steps import RoundCount
 from .policies import Progress, Round, SyncPolicy, VariancePolicy, next_round, planned, progress_after
-from .rounds import RoundCount
 
 _ROUND = Rule(
     lambda v: isinstance(v, list) and len(v) == 2 and FLAG.holds(v[0]) and POSITIVE.holds(v[1]),

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..comm.squares import Unit
+from ..comm.shared_squares import Unit
 from ..core.exchange import FeedbackExchange
 from ..core.frame import Frame
 from ..core.header import COUNT, Field, Fields, damaged, list_of, or_none

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeVar
 from ..core.options import check_choice
 from ..core.resolved import Options
 from ..core.settings import NUMERICS, ScaleNorm
+from .local_steps import RoundOptions
 from .policies import SyncPolicy, VariancePolicy, check_policies
-from .rounds import RoundOptions
 
 _T = TypeVar("_T", bound="ZeroOneOptions")
 

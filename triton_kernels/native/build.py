@@ -29,7 +29,16 @@ from pathlib import Path
 
 EXACT = ("-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")  # bits as in eager torch
 FLAGS = ("-O3", "-march=native", "-std=c11", "-fopenmp-simd", *EXACT)
-SOURCES = ("advance.c", "scaling.c", "compress.c", "wire.c", "update.c", "marsit.c", "zero_one.c", "squares.c")
+SOURCES = (
+    "advance.c",
+    "gradient_scaling.c",
+    "compress.c",
+    "wire.c",
+    "update.c",
+    "local_update.c",
+    "local_step.c",
+    "squares.c",
+)
 HERE = Path(__file__).parent
 
 ANSWER_SECONDS, BUILD_SECONDS = 20.0, 120.0

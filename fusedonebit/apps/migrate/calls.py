@@ -7,7 +7,7 @@ from typing import Any
 
 from ...deepspeed import DeepSpeedRounds, DeepSpeedVariance
 from ...deepspeed.config import LAMB_KEYS
-from .config import Config
+from .deepspeed_config import Config
 
 PARAMS = "optimizer.params."
 COMMON = ("lr", "betas", "eps", "weight_decay")

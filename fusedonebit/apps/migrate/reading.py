@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..arguments import InputError, printable
-from .config import Config
+from ..parsing import InputError, printable
+from .deepspeed_config import Config
 
 LARGEST = 1 << 20
 """Bytes of a config: a thousand times those of DeepSpeed's own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import Config
+from .deepspeed_config import Config
 
 _BATCHES = "a matter of your DataLoader"
 _LOG = "what DeepSpeed's engine prints; here optimizer.stats() says it when you ask"

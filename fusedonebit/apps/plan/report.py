@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .costs import METHODS, OURS, Family, Method, possible
+from .hidden_messages import BACKWARD, whole
 from .network import Network
-from .overlap import BACKWARD, whole
 from .units import bandwidth, duration
 
 BASELINE = "bf16"

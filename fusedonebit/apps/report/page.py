@@ -11,9 +11,9 @@ from importlib import resources
 from typing import Any
 
 from ... import __version__
-from . import tables, verdicts
+from . import page_tables, verdicts
+from .downsample import ALL_CELLS, at_steps, bands, heat, not_finite, points_for, running_mean, short, skips, thin
 from .read import Run, Series
-from .reduce import ALL_CELLS, at_steps, bands, heat, not_finite, points_for, running_mean, short, skips, thin
 
 CURVES = ["loss", "held_out_loss", "bytes_step", "bytes_total", "bytes_fp32", "residual_over_momentum"]
 CURVES += ["tokens_per_s", "lr"]
@@ -48,10 +48,10 @@ def build(runs: Sequence[Run], title: str, progress: Callable[[], None] = lambda
         "style": _file("page.css"),
         "subtitle": escape(f"{count} from {folders}. Made {now} by fusedonebit {__version__}."),
         "notices": _notices(runs),
-        "summary": tables.results(runs),
+        "summary": page_tables.results(runs),
         "verdicts": verdicts.section(runs),
-        "settings": tables.settings(runs),
-        "layers": tables.layers(maps, {key: told for key, (told, _) in HEATS.items()}),
+        "settings": page_tables.settings(runs),
+        "layers": page_tables.layers(maps, {key: told for key, (told, _) in HEATS.items()}),
         "data": _inside_script(data),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
@@ -63,7 +63,7 @@ def _data(runs: Sequence[Run], progress: Callable[[], None]) -> tuple[dict[str, 
     most, told, maps = points_for(len(runs)), [], []
     own = list(dict.fromkeys(key for run in runs for key in run.own_keys(KNOWN)))
     recorded = sum(any(key in seen for seen in run.layers.values()) for run in runs for key in HEATS)
-    slots = tables.colours(runs)
+    slots = page_tables.colours(runs)
     for index, run in enumerate(runs):
         told.append({**_run(index, run, most, own), "colour": slots[index]})
         for key, (_, middle) in HEATS.items():
@@ -114,7 +114,7 @@ def _notices(runs: Sequence[Run]) -> str:
     damaged = {run.folder: run.damaged for run in runs if run.damaged}
     texts = [f"{n} damaged line(s) of {folder} were passed over." for folder, n in damaged.items()]
     for run in runs:
-        planned = tables.planned_steps(run)
+        planned = page_tables.planned_steps(run)
         if planned and planned > run.last_step:
             texts.append(f"{run.label}: {run.last_step} of {planned} steps; it goes on, or was cut short.")
     return "".join(f'<p class="notice">{escape(text)}</p>' for text in texts)

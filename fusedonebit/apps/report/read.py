@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import recording
-from ..arguments import InputError
+from ..parsing import InputError
 
 NOT_NUMBERS = ("optimizer", "step", "phase", "layers")
 MOST_OWN = 12

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Literal, NamedTuple
 
+from .page_tables import in_bytes, last, number, saving
 from .read import Run
-from .tables import in_bytes, last, number, saving
 
 SAVES = 1.05
 """Times fewer bytes than float32 gradients from which on a run counts as one that saves."""

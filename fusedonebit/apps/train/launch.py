@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import installed, missing
+from ..parsing import installed, missing
 from .display import print_table, summarise
 from .run import FREEZE, Job, read_metrics, train_all
 
@@ -63,7 +63,7 @@ def _pictures(job: Job, records: Sequence[dict[str, Any]]) -> list[Path]:
     """Draw what there is to draw; nothing without matplotlib."""
     if missing("matplotlib"):
         return []
-    from .plot import plot_layers, plot_loss
+    from .loss_plot import plot_layers, plot_loss
 
     drawn = [Path(job.out) / "loss.png"]
     plot_loss(records, drawn[0])

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import Recorder, ddp, recording
 from ...comm import Topology, torus_rows
-from ..arguments import InputError, installed
 from ..corpus import Corpus, load_text
+from ..parsing import InputError, installed
 from ..transformer import SIZES, ByteTransformer
 from .display import Display
 from .optimizers import AGREE_IN_ROUNDS, FREEZE, OPTIMIZERS, Settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..arguments import printable
-from .config import Fate
+from ..parsing import printable
+from .deepspeed_config import Fate
 
 UNKNOWN_KEYS = 1
 DESCRIPTION = (
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         InputError: if the config can't be read or makes no sense.
     """
     from .reading import read
-    from .settings import translate
+    from .translate import translate
 
     config = read(arguments.config)
     print("\n".join(map(printable, [*translate(config), ""])))

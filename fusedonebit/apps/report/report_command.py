@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..arguments import InputError, printable
+from ..parsing import InputError, printable
 from .page import build
+from .page_tables import in_bytes
 from .read import read_runs, size_of
-from .tables import in_bytes
 
 DESCRIPTION = (
     "Make one self-contained HTML page, which opens offline, of one or several runs: losses, phases, bytes, "

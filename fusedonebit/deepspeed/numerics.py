@@ -18,7 +18,7 @@ from ..core.scaling import Agreed
 from ..optim.local_adam import DECAY, STEP_SIZE, LocalAdam
 from ..optim.zero_one import ZeroOneAdam
 from ..triton_kernels import LARGEST_GRADIENT, Coef
-from .policies import DeepSpeedVariance
+from .intervals import DeepSpeedVariance
 
 
 class DeepSpeedLocalAdam(LocalAdam):

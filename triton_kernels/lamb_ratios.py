@@ -18,7 +18,7 @@ from . import rules
 from . import user_tensors as users
 from .eager import gather, load, only_live, scaled, square_sum, tiles
 from .jit import jit, tl
-from .lamb import PER_LAYER, norms_of, store_step, write_step
+from .lamb_update import PER_LAYER, norms_of, store_step, write_step
 from .nouns import (
     CoefTable,
     Divisor,

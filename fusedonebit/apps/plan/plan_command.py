@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..arguments import InputError, need, positive, whole
+from ..parsing import InputError, need, positive, whole
 from .calibrate import calibrate, parse_timed
 from .costs import methods
 from .network import NETWORK_HOP, NVLINK_HOP, PCIE_HOP, TYPICAL, Network
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     need("rich", *(["matplotlib"] if arguments.out is not None else []))
     from rich.console import Console
 
-    from .tables import show
+    from .plan_tables import show
 
     plan, console = _plan(arguments), Console(highlight=False)
     told_links = arguments.nvlink or arguments.pcie
@@ -145,7 +145,7 @@ def _network(arguments: argparse.Namespace) -> Network:
 
 
 def _draw(plan: Plan, out: Path) -> Path:
-    from .plot import plot_plan
+    from .plan_plot import plot_plan
 
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from ..arguments import InputError, listed, need, positive, whole
+from ..parsing import InputError, listed, need, positive, whole
 
 DESCRIPTION = "Train a byte-level transformer language model on several processes, with the optimizer of choice."
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..arguments import InputError, printable
+from ..parsing import InputError, printable
 
 AUTO = "auto"
 DEEPEST = 32

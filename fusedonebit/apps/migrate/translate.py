@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ...deepspeed import from_config, schedules
-from ..arguments import InputError
+from ..parsing import InputError
 from . import calls, reasons
 from .calls import COMMON, LAMB, PARAMS
-from .config import AUTO, Config
+from .deepspeed_config import AUTO, Config
 
 REPLACES = dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "OneBitAdam")
 REPLACES |= dict.fromkeys(("lamb", "fusedlamb"), "OneBitLamb")
