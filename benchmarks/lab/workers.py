@@ -18,8 +18,10 @@ from fusedonebit.comm.reducer import Compress
 from fusedonebit.comm.shared_squares import Unit
 from fusedonebit.comm.transport import CountingTransport, Pending, Waiting
 from fusedonebit.core.optimizer import DistributedOptimizer
+from fusedonebit.optim.bit_rounds import BitRounds
 from fusedonebit.optim.local_adam import LocalAdam
-from fusedonebit.optim.own_variance import OwnVariance
+from fusedonebit.optim.own_rounds import OwnRounds
+from fusedonebit.optim.shared_rounds import SharedRounds
 from fusedonebit.optim.two_stage import TwoStage
 from fusedonebit.optim.zero_one import ZeroOneAdam
 from fusedonebit.triton_kernels import LiveTable, local_step
@@ -190,51 +192,70 @@ class BatchedAllReduce(WorkerAllReduce):
         self.transport.traffic.add(2 * out.nbytes * (self.layout.world_size - 1) // self.layout.world_size)
 
 
-class BatchedLocalAdam(LocalAdam):
-    """All workers' 0/1 Adam: in local steps each moves parameters, momentum and residual of its own."""
+class BatchedRounds(BitRounds):
+    """All workers' rounds: in local steps each moves parameters, momentum and residual of its own."""
 
     def stand_for(self, others: Sequence[Sequence[Tensor]]) -> None:
         """Move the ``others``' parameters as well, each worker's in this one's order."""
-        self._others = []
+        self.others = []
         m, v = self.moments.exp_avg, self.moments.exp_avg_sq
         for params in others:
-            self._others.append((list(params), torch.zeros_like(m), v if self.own is None else torch.zeros_like(v)))
+            self.others.append((list(params), torch.zeros_like(m), torch.zeros_like(v) if self.owns else v))
 
     @property
-    def _ranks(self) -> Sequence[WorkerAllReduce]:
+    def ranks(self) -> Sequence[WorkerAllReduce]:
+        """Return all workers' reducers."""
         assert isinstance(self.exchange.reducer, BatchedAllReduce)
         return self.exchange.reducer.ranks
 
     def add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
-        """See ``LocalAdam``."""
-        moments, shared = self.moments, self.own is None
+        """See ``BitRounds``."""
+        moments = self.moments
         mine = self.frame.parameters.dense, moments.exp_avg, moments.exp_avg_sq
-        if self.round.local == 0 and shared:  # all have the same when a round begins
-            for _, exp_avg, _ in self._others:
+        if self.round.local == 0 and not self.owns:  # all have the same when a round begins
+            for _, exp_avg, _ in self.others:
                 exp_avg.copy_(moments.exp_avg)
         anchor = self.keeps_in(moves, last)
-        step = LocalStep(self.bits.floored, self.options.numerics.precondition, moves, last, self.leaks, not shared)
+        step = LocalStep(self.bits.floored, self.options.numerics.precondition, moves, last, self.leaks, self.owns)
         hold = self.reducer.verdict.none if hold is None else hold
-        for rank, (params, exp_avg, v) in zip(self._ranks, [mine, *self._others], strict=True):
+        for rank, (params, exp_avg, v) in zip(self.ranks, [mine, *self.others], strict=True):
             worker = rank.worker
             whose = (params, rank.gradients, self.frame.places, exp_avg, v, worker.compensated, worker.scale)
             kept = anchor if rank is self.exchange.reducer else None
             local_step(*whose, coef, step, hold, kept, self.pending)
 
-    def follow(self, own: OwnVariance, grads: Sequence[Tensor], factor: Tensor | None) -> None:
-        """See ``LocalAdam``."""
-        variances = [self.moments.exp_avg_sq, *(exp_avg_sq for *_, exp_avg_sq in self._others)]
-        told = torch.zeros(())
-        for rank, exp_avg_sq in zip(self._ranks, variances, strict=True):
-            told = told + own.tell(rank.gradients, factor, exp_avg_sq)
-        mean = told / len(variances)  # an all-reduce multiplies it again
-        own.follow(mean, self.exchange.reducer.flags, self.frame.absent)
 
-    def end_round(self) -> None:
+class BatchedSharedRounds(BatchedRounds, SharedRounds):
+    """The same where workers share a variance."""
+
+
+class BatchedOwnRounds(BatchedRounds, OwnRounds):
+    """The same where each worker has a variance of its own."""
+
+    def follow(self, grads: Sequence[Tensor], factor: Tensor | None) -> None:
+        """See ``OwnRounds``."""
+        variances = [self.moments.exp_avg_sq, *(exp_avg_sq for *_, exp_avg_sq in self.others)]
+        told = torch.zeros(())
+        for rank, exp_avg_sq in zip(self.ranks, variances, strict=True):
+            told = told + self.own.tell(rank.gradients, factor, exp_avg_sq)
+        mean = told / len(variances)  # an all-reduce multiplies it again
+        self.own.follow(mean, self.exchange.reducer.flags, self.frame.absent)
+
+
+class BatchedLocalAdam(LocalAdam):
+    """All workers' 0/1 Adam."""
+
+    rounds: BatchedRounds
+
+    def make_rounds(self, of_rounds: dict[str, Any]) -> BatchedRounds:
         """See ``LocalAdam``."""
-        for params, *_ in self._others:
-            torch._foreach_copy_(params, self.frame.parameters.dense)
-        super().end_round()
+        return BatchedSharedRounds(**of_rounds) if self.own is None else BatchedOwnRounds(self.own, **of_rounds)
+
+    def after_step(self) -> None:
+        """Give all workers the parameters that they have in common when a round has ended."""
+        if self.round.local == 0:
+            for params, *_ in self.rounds.others:
+                torch._foreach_copy_(params, self.frame.parameters.dense)
 
 
 class BatchedZeroOneAdam(ZeroOneAdam):
@@ -270,5 +291,5 @@ def batch_workers(
     assert isinstance(exchange.reducer, CompressedAllReduce)
     exchange.reducer = reducer = BatchedAllReduce(exchange.reducer, device=algorithm.frame.device, **kinds)
     if isinstance(algorithm, BatchedLocalAdam):
-        algorithm.stand_for(others)
+        algorithm.rounds.stand_for(others)
     return reducer

@@ -112,6 +112,11 @@ class Algorithm:
         """
         return False
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Tell whether the coming step, entered or not, averages gradients; else DDP must leave them alone."""
+        return self.stage.averages_gradients
+
     def after_step(self) -> None:
         """Do what follows once a step was counted."""
 

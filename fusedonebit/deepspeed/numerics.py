@@ -15,47 +15,43 @@ from ..comm import StepContext
 from ..core.frame import Frame
 from ..core.header import FLAG, Field, Fields
 from ..core.scaling import Agreed
-from ..optim.local_adam import DECAY, STEP_SIZE, LocalAdam
+from ..optim.bit_rounds import DECAY, STEP_SIZE
+from ..optim.local_adam import LocalAdam
+from ..optim.moments import AdamUpdate
+from ..optim.shared_rounds import SharedRounds
 from ..optim.zero_one import ZeroOneAdam
 from ..triton_kernels import LARGEST_GRADIENT, Coef
 from .intervals import DeepSpeedVariance
 
 
-class DeepSpeedLocalAdam(LocalAdam):
-    """0/1 Adam by DeepSpeed's formulas."""
+class DeepSpeedRounds(SharedRounds):
+    """Rounds of bits by DeepSpeed's formulas."""
 
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""
 
     leaks: ClassVar = True
+    renews = False
+    header_fields: ClassVar[Fields] = {**SharedRounds.header_fields, "was_frozen": Field(FLAG, False)}
 
-    header_fields: ClassVar[Fields] = {**LocalAdam.header_fields, "was_frozen": Field(FLAG, False)}
+    def __init__(self, **of_rounds: Any) -> None:
+        super().__init__(**of_rounds)
+        self._update, self._was_frozen = AdamUpdate(self.frame, self.moments), False
 
-    def __init__(self, frame: Frame) -> None:
-        super().__init__(frame)
-        self.bits.waits, self._was_frozen = False, False
-
-    @classmethod
-    def check(cls, frame: Frame) -> None:
-        super().check(frame)
-        if not isinstance(policy := getattr(frame.options, "variance_policy", None), DeepSpeedVariance):
-            raise ValueError(f"variance_policy must be a DeepSpeedVariance with DeepSpeed's numerics, got {policy!r}")
-
-    def _is_frozen(self) -> bool:
-        policy = self.options.variance_policy
+    def is_frozen(self) -> bool:
+        """Tell whether the variance is renewed no more."""
+        policy = getattr(self.options, "variance_policy", None)
         assert isinstance(policy, DeepSpeedVariance)
         return policy.frozen(self.plan.done)
 
-    def enter_stage(self) -> bool:
-        changed = super().enter_stage()
-        if self._is_frozen() and not self._was_frozen:
-            # Residuals of gradients are none of momenta.
+    def forget_gradients(self) -> None:
+        """Drop residuals where the variance was frozen just now: those of gradients are none of momenta."""
+        if self.is_frozen() and not self._was_frozen:
             self.reducer.settle()
             for part in self.reducer.parts:
                 for side in part.sides:
                     side.forget()
-        self._was_frozen = self._is_frozen()
-        return changed
+        self._was_frozen = self.is_frozen()
 
     def plain_state(self) -> dict[str, Any]:
         return super().plain_state() | {"was_frozen": self._was_frozen}
@@ -65,14 +61,14 @@ class DeepSpeedLocalAdam(LocalAdam):
         self._was_frozen = header.get("was_frozen", False)
 
     def of_gradients(self, coef: Tensor) -> Tensor:
-        if self.phase == "local" or self._is_frozen():
+        if self.plan.alone or self.is_frozen():
             return coef
         plain = self.reducer.plain_coefficients()
         plain[:, Coef.GRAD_LIMIT] = LARGEST_GRADIENT
         return plain
 
     def agree_on_step(self, grads: Sequence[Tensor], coef: Tensor, alone: bool = False) -> Agreed:
-        if alone or not self._is_frozen():
+        if alone or not self.is_frozen():
             return super().agree_on_step(grads, coef, alone)
         agreed = super().agree_on_step(grads, coef, alone=True)
         if agreed.hold is not None:
@@ -83,7 +79,7 @@ class DeepSpeedLocalAdam(LocalAdam):
         return agreed
 
     def synchronise(self, grads: Sequence[Tensor], agreed: Agreed, context: StepContext, coef: Tensor) -> None:
-        if not self._is_frozen():
+        if not self.is_frozen():
             self._average_gradient(grads, agreed, context, coef)
             return
         # The last step of a round is as the others; what all have added up is compressed apart.
@@ -113,8 +109,29 @@ class DeepSpeedLocalAdam(LocalAdam):
         self.bits.rebuild(self.anchor, coef)
         for column, value in self._stays.items():
             coef[:, column] = value
-        self.averaged.update(frame.layout.cut(self.anchor), frame.coefficients.still(coef, frame.absent), reducer.flags)
-        self.end_round()
+        self._update(frame.layout.cut(self.anchor), frame.coefficients.still(coef, frame.absent), reducer.flags)
+        self.plan.end_round()
+
+
+class DeepSpeedLocalAdam(LocalAdam):
+    """0/1 Adam by DeepSpeed's formulas."""
+
+    rounds: DeepSpeedRounds
+
+    @classmethod
+    def check(cls, frame: Frame) -> None:
+        super().check(frame)
+        if not isinstance(policy := getattr(frame.options, "variance_policy", None), DeepSpeedVariance):
+            raise ValueError(f"variance_policy must be a DeepSpeedVariance with DeepSpeed's numerics, got {policy!r}")
+
+    def make_rounds(self, of_rounds: dict[str, Any]) -> DeepSpeedRounds:
+        self.bits.waits = False
+        return DeepSpeedRounds(**of_rounds)
+
+    def enter_stage(self) -> bool:
+        changed = super().enter_stage()
+        self.rounds.forget_gradients()
+        return changed
 
 
 class DeepSpeedZeroOneAdam(ZeroOneAdam):

@@ -66,6 +66,12 @@ class BitMomentum(Part):
         """
         return Made(self._frame.steps.of_each, self.entered, renews=False, mean_sq=self.mean_sq)
 
+    def table(self, renews: bool) -> Tensor:
+        """Return the coefficients of the coming step; ``renews``: it renews v, else that of the last renewal stays."""
+        frame = self._frame
+        made = Made(frame.steps.of_each, self.entered, renews=True) if renews else self.made
+        return frame.coefficients(frame.hyper.taken, made)
+
     def sum_variance(self) -> None:
         """Sum v up as renewals do while they go."""
         blocks = self._frame.layout.n_blocks

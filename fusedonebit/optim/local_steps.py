@@ -106,6 +106,15 @@ class RoundCount(Part):
     def plain_state(self) -> dict[str, Any]:
         return {"local": self.local, "tag": self.tag, "missed": self.missed}
 
+    def check_plain_state(self, header: Mapping[str, Any]) -> None:
+        world_size = self._frame.ranks.transport.world_size
+        if header.get("local") and header["world_size"] != world_size:
+            raise ValueError(
+                f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
+                f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
+                "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
+            )
+
     def resume(self, header: Mapping[str, Any]) -> None:
         self.local, self.tag = header.get("local", 0), header.get("tag", 0)
         self.missed = header.get("missed", ())

@@ -282,13 +282,6 @@ class Marsit(Algorithm, Stage):
                 f"block_size={header['block_size']}, but here they are {here[0]}, {inside} in a node, and "
                 f"block_size={here[1]}; construct the optimizer as it was"
             )
-        world_size = frame.ranks.transport.world_size
-        if header["local"] and header["world_size"] != world_size:
-            raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
-                f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
-                "rank: save at the end of a round, or resume with as many ranks as wrote it"
-            )
         if header["local"] >= self.options.round_steps:
             raise ValueError(
                 f"the checkpoint was written after {header['local']} local steps of a round, but local_steps is "

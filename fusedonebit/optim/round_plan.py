@@ -28,7 +28,9 @@ class RoundPlan(Part):
         policies: What says which rounds there are.
 
     Attributes:
+        count: The steps of the present round.
         round: The present one.
+        alone: Whether the step that was entered lies between two synchronisations: this rank takes it by itself.
         confirmed: What was done in rounds of which all ranks know how they ended.
     """
 
@@ -39,25 +41,25 @@ class RoundPlan(Part):
     }
 
     def __init__(self, frame: Frame, count: RoundCount, policies: tuple[VariancePolicy | None, SyncPolicy]) -> None:
-        self._frame, self._count, self._policies = frame, count, policies
+        self._frame, self.count, self._policies = frame, count, policies
         self.round, self._coming = Round(renews=True, steps=1), list[Round]()
-        self.confirmed = Progress(0, 0, 0, 0)
+        self.confirmed, self.alone = Progress(0, 0, 0, 0), False
 
     @property
     def done(self) -> Progress:
         """Return what was done before this round, as far as all ranks know: only that may decide which comes next."""
         done = self.confirmed
-        for _, this in self._count.unsettled:
+        for _, this in self.count.unsettled:
             done = done.after(this, this.steps)
         return done
 
     def progress(self) -> Progress:
         """Return what was done, without the rounds that were skipped, as far as this rank knows."""
         done = self.confirmed
-        for attempt, this in self._count.unsettled:
+        for attempt, this in self.count.unsettled:
             skipped = self._frame.steps.outcomes.seems_skipped(attempt)
             done = done.without(this) if skipped else done.after(this, this.steps)
-        return done._replace(steps=done.steps + self._count.local)
+        return done._replace(steps=done.steps + self.count.local)
 
     @property
     def only_renewed(self) -> bool:
@@ -71,26 +73,37 @@ class RoundPlan(Part):
         return self._coming[0] if self._coming else next_round(*self._policies, self.done)
 
     @property
-    def is_last_step(self) -> bool:
-        """Tell whether the coming step is the round's last."""
-        return self._count.local == self.round.steps - 1
+    def averages_gradients(self) -> bool:
+        """Tell whether the coming step averages gradients in full precision; else DDP must leave them alone."""
+        if self._frame.steps.begun:
+            return self.round.renews
+        if self.count.local:
+            return False
+        self.settle_ended()
+        return self.next.renews
 
     def enter_step(self) -> None:
         """Begin the next planned round if the last one has ended; alike on all ranks."""
         self.settle_ended()
-        if self._count.local == 0:
+        if self.count.local == 0:
             if not self._coming:
                 self._plan_from(self.done)
             self._frame.steps.changing = True
             self.round = self._coming.pop(0)
-            self._count.tag = self.round.steps
-        if self.is_last_step and not self._coming:
+            self.count.tag = self.round.steps
+        last = self.count.local == self.round.steps - 1
+        if last and not self._coming:
             # Now, as ranks meet anyway; what is wrong with later rounds is told where they begin.
             failure(lambda: self._plan_from(self.done.after(self.round, self.round.steps)))
+        self.alone = not last
+
+    def end_round(self) -> None:
+        """Begin the next round; whether this one was skipped all ranks know later."""
+        self.count.end(self.round)
 
     def settle_ended(self) -> None:
         """Count rounds that have ended and were not skipped; else policies are asked again without them."""
-        self._count.settle_ended(self._settle)
+        self.count.settle_ended(self._settle)
 
     def _settle(self, this: Round, skipped: bool) -> None:
         self.confirmed = self.confirmed.without(this) if skipped else self.confirmed.after(this, this.steps)
@@ -99,7 +112,7 @@ class RoundPlan(Part):
 
     def check_growth(self) -> None:
         """Raise RuntimeError if no group can be added now."""
-        (variance, _), done, local = self._policies, self.done, self._count.local
+        (variance, _), done, local = self._policies, self.done, self.count.local
         if variance is None and (done.rounds or local):
             raise RuntimeError(
                 "add_param_group must be called before the first step: residuals have their places from then on; "
@@ -152,21 +165,15 @@ class RoundPlan(Part):
                 f"the checkpoint was written with precondition={before!r}, but here it is {here!r}; it can't be "
                 "changed between two steps"
             )
-        world_size = frame.ranks.transport.world_size
-        if header["local"] and header["world_size"] != world_size:
-            raise ValueError(
-                f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
-                f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
-                "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
-            )
 
     def resume(self, header: Mapping[str, Any]) -> None:
+        self.alone = header["phase"] == "local"  # of a step that was entered before it was saved
         if not header.get("lines"):  # AdamW's, or of a run in which nothing trained
             if header["updates"]:  # else there is no variance yet
                 self.confirmed = progress_after(*self._policies, header["updates"])
             return
         done = Progress(*header["done"])._replace(skipped=header.get("uncounted", 0))
-        self.confirmed = done._replace(steps=done.steps - self._count.local)
+        self.confirmed = done._replace(steps=done.steps - self.count.local)
         self.round = Round(*header["round"])
 
     def stats(self) -> dict[str, Any]:

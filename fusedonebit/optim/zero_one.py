@@ -105,4 +105,4 @@ class ZeroOneAdam(DistributedOptimizer):
         Where not ``precondition`` in units of the momentum; where workers have variances of their own in units of
         parameters: what is still to be subtracted from them.
         """
-        return self.algorithm.worker_error(param)
+        return self.algorithm.rounds.worker_error(param)
