@@ -14,16 +14,14 @@ than ``results/composition.json`` has it; ``--update`` writes today's numbers th
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import inspect
 import itertools
-import json
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +32,8 @@ from fusedonebit.comm import SimulatedGroup, simulated
 from fusedonebit.comm.transport import CountingTransport
 from fusedonebit.triton_kernels import using
 
-from .library import FIRST_KERNEL, LIBRARY, LONG, Numbers, of_files, of_functions, of_ops
+from .library import FIRST_KERNEL, LIBRARY, LONG, of_files, of_functions, of_ops
+from .ratchet import Counted, Found, Numbers, main
 
 RECORD = Path(__file__).with_name("results") / "composition.json"
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -82,7 +81,6 @@ OF_THE_LIBRARY = {
     "same_names": ("names that files of several folders have", 0),
 }
 """The same of the library: the package without applications, C included."""
-Found = dict[str, Numbers]
 
 
 # -------------------------------------------------------------------- objects and classes
@@ -244,8 +242,8 @@ def of_calls(calls: Sequence[Call]) -> Numbers:
 # -------------------------------------------------------------------- the table and the record
 
 
-def measure() -> tuple[Found, list[str]]:
-    """Count everything; return it by optimizer and for the library, and remarks."""
+def measure() -> Counted:
+    """Count everything, by optimizer and for the library."""
     found: Found = {}
     remarks = []
     for name, (kind, options) in OPTIMIZERS.items():
@@ -256,29 +254,11 @@ def measure() -> tuple[Found, list[str]]:
         remarks.append(f"{name}'s largest other object is its {largest}.")
     files, longest = of_files()
     found["library"] = of_ops() | of_functions(CLASSES) | files
-    return found, [*remarks, f"The longest file is {longest}."]
+    names = {key: text for key, (text, _) in (OF_AN_OPTIMIZER | OF_THE_LIBRARY).items()}
+    return Counted(found, [*table(found), *remarks, f"The longest file is {longest}."], names, {"lines": 100})
 
 
-def differing(found: Found, recorded: Found) -> Iterator[tuple[str, int, int]]:
-    """Yield names of lines, with what was found and what is recorded."""
-    for part, numbers in found.items():
-        for key, number in numbers.items():
-            known = OF_THE_LIBRARY if part == "library" else OF_AN_OPTIMIZER
-            yield f"{part}, {known[key][0]} ({key})", number, recorded[part][key]
-
-
-def worse(found: Found, recorded: Found) -> list[str]:
-    lines = differing(found, recorded)
-    return [f"{name}: {now}, at most {then} recorded" for name, now, then in lines if now > then]
-
-
-def better(found: Found, recorded: Found) -> list[str]:
-    """Say what is better by more than a twentieth."""
-    lines = differing(found, recorded)
-    return [f"{name}: {now}, {then} recorded" for name, now, then in lines if now < 0.95 * then]
-
-
-def table(found: Found) -> str:
+def table(found: Found) -> list[str]:
     """Lay it out; goals are in brackets."""
     rows = [f"{'':52}" + "".join(f"{name:>16}" for name in OPTIMIZERS)]
     for key, (text, goal) in OF_AN_OPTIMIZER.items():
@@ -287,31 +267,8 @@ def table(found: Found) -> str:
     for key, (text, most) in OF_THE_LIBRARY.items():
         number = f"{found['library'][key]:,}" if key in found["library"] else "-"
         rows.append(f"{text:52}{number + ('' if most is None else f' ({most:,})'):>16}")
-    return "\n".join(rows)
-
-
-def record(found: Found) -> None:
-    """Write it down; the library's lines in hundreds, so that not every repair is one too many."""
-    found["library"]["lines"] += -found["library"]["lines"] % 100
-    RECORD.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Count what a step goes through.")
-    parser.add_argument("--update", action="store_true", help=f"write {RECORD.name}")
-    update = parser.parse_args().update
-    found, remarks = measure()
-    print(table(found), *remarks, sep="\n")
-    if update:
-        record(found)
-        return
-    recorded = json.loads(RECORD.read_text())
-    for text in better(found, recorded):
-        print(f"better: {text}; --update writes it down")
-    for text in (bad := worse(found, recorded)):
-        print(f"WORSE: {text}")
-    sys.exit(bool(bad))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    main("Count what a step goes through.", measure, RECORD)

@@ -13,13 +13,14 @@ import fusedonebit
 from fusedonebit.triton_kernels import nouns
 from fusedonebit.triton_kernels.op import OPS
 
+from .ratchet import Numbers
+
 ROOT = Path(__file__).parent.parent
 LIBRARY = Path(fusedonebit.__file__).parent
 NOT_THE_LIBRARY = ("apps", "deepspeed")
 LONG = 450
 """Lines beyond which a file is long."""
 FIRST_KERNEL = "momentum_compress"
-Numbers = dict[str, int]
 
 
 def of_ops() -> Numbers:
