@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_runs import Sent
 from observe import fingerprint, parameters
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
 from ranks import run_ranks
-from test_ddp import Sent
 from torch import Tensor, nn
 
 from fusedonebit.core.optimizer import DistributedOptimizer

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adamw_runs import gradients
 from optimizers import MAKE, objects
 from torch import Tensor, nn
 
@@ -24,13 +25,6 @@ STEPS = 30
 def parameters(dtype: torch.dtype = torch.float32, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[nn.Parameter]:
     draw = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in shapes]
-
-
-def gradients(params: list[nn.Parameter], step: int, rank: int = 0) -> None:
-    draw = torch.Generator().manual_seed(1 + step + 1000 * rank)
-    for i, p in enumerate(params):
-        g = torch.randn(p.shape, generator=draw).to(p.dtype) * 10.0 ** (min(i, 5) - 2)
-        p.grad = None if step % 5 == 4 and i == 1 else g
 
 
 def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:

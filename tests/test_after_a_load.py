@@ -11,52 +11,17 @@ from typing import Any
 import pytest
 import torch
 from observe import fingerprint, parameters
-from optimizers import by_name, objects
 from ranks import run_ranks
+from runs_after_a_load import MAKE, caught, make, set_gradients, train
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedonebit
-from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
+from fusedonebit import Faults, OneBitAdam, OneBitLamb, ddp
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.optim.policies import DoublingRounds
 
-MAKE: dict[str, Callable[..., Any]] = {
-    "onebit-adam": lambda p, **more: OneBitAdam(p, **objects(freeze_step=2, guard="off", **more)),
-    "onebit-adam, masters": lambda p, **more: OneBitAdam(
-        p, **objects(freeze_step=2, guard="off", master_weights=True, **more)
-    ),
-    "onebit-lamb": lambda p, **more: OneBitLamb(p, **objects(freeze_step=2, guard="off", **more)),
-    "lamb": by_name(Lamb),
-    "zero-one-adam": lambda p, **more: ZeroOneAdam(
-        p, sync_policy=DoublingRounds(after=2, scaler=2, most=2), **objects(**more)
-    ),
-    "marsit-sgd": lambda p, **more: MarsitSGD(p, **objects(full_precision_every=3, **more)),
-    "marsit-adam": lambda p, **more: MarsitAdam(p, **objects(local_steps=2, **more)),
-    "lion": by_name(OneBitLion),
-}
 EACH = pytest.mark.parametrize("name", MAKE)
 TOLD = "ranks differ: the checksum of parameter 1 (1.weight)'s values is"
-
-
-def make(name: str, **more: Any) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False), nn.Linear(3, 1))
-    if "masters" in name:
-        model = model.bfloat16()
-    return model, MAKE[name](list(model.named_parameters()), **more)
-
-
-def set_gradients(optimizer: Any, rank: int, step: int) -> None:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    for p in parameters(optimizer):
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def train(optimizer: Any, rank: int, start: int, stop: int) -> None:
-    for step in range(start, stop):
-        set_gradients(optimizer, rank, step)
-        optimizer.step()
 
 
 def saved(rank: int, name: str, steps: int, **more: Any) -> tuple[dict, dict]:
@@ -69,14 +34,6 @@ def spoil(model: nn.Module) -> None:
     """One element of the second tensor is another one now."""
     with torch.no_grad():
         model[1].weight[2, 3] += 0.5
-
-
-def caught(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def check(told: list[tuple[str, str, bool]], name: str = TOLD) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from backends import bits_of
+from freeze_runs import gradient
 from observe import fingerprint, parameters
 from optimizers import ADAM_AND_LAMB, construct
 from ranks import simulate, warned
-from test_freeze import gradient
 from torch import Tensor
 from torch.nn import Parameter
 

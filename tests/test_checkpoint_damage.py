@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_folders import everything, make_network, train_network, write_folder
 from observe import change_header, fingerprint, parameters
 from optimizers import objects
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import (
-    Faults,
     Freeze,
     FusedOneBitWarning,
     Lamb,
@@ -68,13 +68,6 @@ def file_of(optimizer: DistributedOptimizer) -> bytes:
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     return file.getvalue()
-
-
-def everything(optimizer: DistributedOptimizer) -> tuple[str, str]:
-    saved = optimizer.state_dict()
-    tensors = [value for _, state in sorted(saved["state"].items()) for _, value in sorted(state.items())]
-    groups = [sorted((k, v) for k, v in group.items() if k != KEY) for group in saved["param_groups"]]
-    return fingerprint([*parameters(optimizer), *tensors]), repr((groups, optimizer.phase, optimizer.stats()["step"]))
 
 
 def outcome(load: Callable[[], object]) -> str:
@@ -153,26 +146,6 @@ def test_every_flipped_bit_in_tensors_of_our_files_is_refused_on_all_ranks():
             assert any(" is damaged: its checksum is " in text for text in texts)
     print(f"flipped bits in tensors of files: {refused} of {trials} refused on all ranks, nothing changed")
     assert refused == trials == 200
-
-
-def make_network() -> tuple[nn.Module, DistributedOptimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
-    return model, OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2, faults=Faults(guard="off"))
-
-
-def train_network(model: nn.Module, optimizer: DistributedOptimizer, rank: int, steps: int) -> None:
-    for step in range(steps):
-        torch.manual_seed(10 * step + rank)
-        model(torch.randn(8, 20)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def write_folder(rank: int, world_size: int, folder: str) -> None:
-    model, optimizer = make_network()
-    train_network(model, optimizer, rank, 5)
-    dcp.save(model, optimizer, folder)
 
 
 def load_folders(rank: int, world_size: int, folders: list[str]) -> tuple[list[str], bool]:

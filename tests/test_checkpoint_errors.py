@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_runs import make, saved_state, step_once
 from observe import change_header, fingerprint, observe, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, EACH, construct
 from ranks import run_ranks
-from test_checkpoint import make, saved_state, step_once
 from torch import Tensor
 from torch.nn import Parameter
 

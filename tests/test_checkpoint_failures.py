@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_folders import everything, make_network, train_network
 from observe import fingerprint
 from optimizers import by_name
 from ranks import run_ranks
-from test_checkpoint_damage import everything, make_network, train_network
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

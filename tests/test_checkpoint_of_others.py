@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_runs import make, step_once
 from observe import fingerprint, parameters, through_a_file
 from optimizers import EACH, LAMBS, construct
 from ranks import run_ranks
-from test_checkpoint import make, step_once
 from torch.nn import Parameter
 
 # ---------------------------------------------------------------- AdamW's

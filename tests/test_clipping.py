@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import reference_adam
 import torch
+from freeze_runs import gradient
 from observe import fingerprint, flat, observe, parameters, served, whole_server_error
 from optimizers import ADAM_AND_LAMB, PAPER, by_name, construct, objects
 from ranks import simulate
 from teacher_forced import Deviation
-from test_freeze import gradient
 from torch.nn import Parameter
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLion, amp

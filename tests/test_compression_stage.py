@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import reference_adam
 import torch
+from collective_counter import CollectiveCounter
 from observe import fingerprint, flat, observe, parameters, served
 from optimizers import EACH_FROZEN, EACH_ONEBIT, LIVING, PAPER, UNGUARDED, construct, objects, skip_refused
 from ranks import WORLD_SIZES, run_ranks, simulate
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import MODELS, bert_large, sizes
 from fusedonebit import OneBitAdam
@@ -78,19 +78,6 @@ def test_parameters_stay_bit_identical_across_ranks(world_size, name, options):
 
 
 # ---------------------------------------------------------------- what travels
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Counts what reaches torch.distributed's own ops, whatever the optimizer says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 def message_bytes(layout: FlatLayout, scale_scope: ScaleScope) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from dcp_runs import conserved, differing, everything, network, train
 from optimizers import by_name
 from ranks import run_ranks
-from test_dcp import conserved, differing, everything, network, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_runs import Net, loss_of
 from observe import fingerprint, parameters
 from optimizers import MAKE
 from ranks import run_ranks
-from test_ddp import Net, loss_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 

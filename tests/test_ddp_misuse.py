@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_runs import Net, loss_of, make
 from optimizers import EACH_ONEBIT
 from ranks import run_ranks
-from test_ddp import Net, loss_of, make
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join

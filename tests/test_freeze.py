@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from freeze_runs import gradient, step_once
 from observe import fingerprint, flat, observe, parameters
 from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, PAPER, construct
 from ranks import WORLD_SIZES, simulate, warned
@@ -11,7 +12,6 @@ from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning
 from fusedonebit.comm import Transport
-from fusedonebit.core.optimizer import DistributedOptimizer
 
 DELAY = 8
 
@@ -19,18 +19,6 @@ DELAY = 8
 def make(*shapes: tuple[int, ...]) -> list[Parameter]:
     torch.manual_seed(0)
     return [Parameter(torch.randn(shape)) for shape in shapes]
-
-
-def gradient(rank: int, step: int, p: Parameter, i: int) -> torch.Tensor:
-    return torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i))
-
-
-def step_once(optimizer: DistributedOptimizer, rank: int, step: int, bad: bool = False) -> None:
-    for i, p in enumerate(parameters(optimizer)):
-        p.grad = gradient(rank, step, p, i)
-    if bad:
-        p.grad.view(-1)[0] = float("nan")
-    optimizer.step()
 
 
 # ---------------------------------------------------------------- freeze_step

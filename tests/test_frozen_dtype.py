@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backends import assert_equal_backends, problem
+from frozen_dtype_runs import params, train, values
 from optimizers import ADAM_AND_LAMB, ONEBIT, UNGUARDED
 from ranks import simulate
 from torch import Tensor
@@ -35,23 +36,6 @@ def test_every_backend_reads_a_variance_in_bfloat16_alike(op, inside):
         return p.lamb_ratio_arguments(eps_inside_sqrt=inside, preconditioned="," in op, blend=True)
 
     assert_equal_backends(op.split(",")[0], make)
-
-
-def params(n: int = 3) -> list[torch.nn.Parameter]:
-    torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(40, 33)) for _ in range(n)]
-
-
-def train(optimizer: torch.optim.Optimizer, steps: range, rank: int = 0) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        for p in optimizer.param_groups[0]["params"]:
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
-
-
-def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")

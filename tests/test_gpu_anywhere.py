@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_gpu_record import RECORD, job, told
+from gpu_records import RECORD, job, told
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import here, plans, report, runner

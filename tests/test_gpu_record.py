@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from xml.etree import ElementTree
 import backends as compare
 import pytest
 import torch
+from gpu_records import RECORD, WRITES, job, told
 
 from benchmarks import audit_steps, optimizers, registry
 from benchmarks.gpu import __main__ as gpu
@@ -25,20 +25,6 @@ from fusedonebit import Lamb
 from fusedonebit.triton_kernels import backends, native
 
 ROOT = Path(__file__).parents[1]
-RECORD = {"complete": True, "tables": [{"title": "rows", "columns": ["n"], "rows": [{"n": 1}]}], "notes": ["a note"]}
-WRITES = "import json, os, sys, time; open(sys.argv[1], 'w').write(json.dumps({record})); "
-
-
-def job(name: str, then: str = "", record: object = RECORD, deadline: float = 30.0, **more: bool) -> Job:
-    """A process that leaves a record, then does something."""
-    writes = WRITES.replace("{record}", repr(record))
-    return Job(name, [sys.executable, "-S", "-c", writes + then, f"{{folder}}/{name}.json"], deadline, **more)
-
-
-def told(folder: Path) -> tuple[dict, str, ElementTree.Element]:
-    """The three reports."""
-    record = json.loads((folder / "gpu-check.json").read_text())
-    return record, (folder / "gpu-check.md").read_text(), ElementTree.parse(folder / "gpu-check.xml").getroot()
 
 
 def failures(root: ElementTree.Element) -> set[str | None]:

@@ -9,12 +9,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from conservation import BETA2, SKIPPING, WARMUP, imbalance, look, set_gradients
+from freeze_runs import gradient, step_once
+from guard_runs import make, train
 from observe import change_header, fingerprint, flat, observe, parameters, served
 from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, LIVING, PAPER, construct, objects, skip_refused
 from ranks import run_ranks
-from test_conservation import BETA2, SKIPPING, WARMUP, imbalance, look, set_gradients
-from test_freeze import gradient, step_once
-from torch.nn import Parameter
 
 from fusedonebit import Faults, FusedOneBitWarning, OneBitAdam
 from fusedonebit.comm import SimulatedGroup
@@ -23,23 +23,6 @@ from fusedonebit.core.telemetry import HostMirror
 
 FREEZE, REWARM = 20, 10
 SPIKE = 1e4
-
-
-def make(*shapes: tuple[int, ...]) -> list[Parameter]:
-    """The same on all ranks, also where these are threads, which share the global generator."""
-    generator = torch.Generator().manual_seed(0)
-    return [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-
-
-def train(optimizer: DistributedOptimizer, rank: int, start: int, steps: int, factor: float = 1.0) -> list[str]:
-    """Takes steps with gradients of one size; returns the stage of each."""
-    phases = []
-    for step in range(start, start + steps):
-        for i, p in enumerate(parameters(optimizer)):
-            p.grad = factor * gradient(rank, step, p, i)
-        optimizer.step()
-        phases.append(optimizer.phase)
-    return phases
 
 
 def guarded(name: str = "onebit-adam", guard: str = "rewarm", **options) -> DistributedOptimizer:

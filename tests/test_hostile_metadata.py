@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_folders import everything, make_network, write_folder
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from observe import fingerprint
 from ranks import run_ranks
-from test_checkpoint_damage import everything, make_network, write_folder
 from torch.distributed.checkpoint import filesystem, metadata
 
 from fusedonebit import CheckpointError, dcp

@@ -10,12 +10,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from conservation import BETA2, WARMUP, imbalance
+from conservation import look as look_at_momentum
 from observe import fingerprint, flat, parameters, served
 from optimizers import UNGUARDED, construct, objects
 from ranks import run_ranks
 from sharded import SHARDS, Bag, caught, cut, joined, like, make_mesh, shard, sharded_parameters
-from test_conservation import BETA2, WARMUP, imbalance
-from test_conservation import look as look_at_momentum
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from optimizers import objects
-from test_reference import LAYERS, LIVING, SHAPES, SIZES, STEPS, WARMUP, WORKERS, follow_living, gradients, model
+from reference_runs import LAYERS, LIVING, SHAPES, SIZES, STEPS, WARMUP, WORKERS, follow_living, gradients, model
 from torch import Tensor
 from torch.nn import Parameter
 

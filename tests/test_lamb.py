@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from collective_counter import CollectiveCounter
 from observe import fingerprint, observe, parameters
 from optimizers import LAMBS, construct, objects
 from ranks import WORLD_SIZES, run_ranks, simulate
-from test_compression_stage import CollectiveCounter
-from test_warmup import averaged, gradient, relative, ulps, with_odd_memory
 from torch import Tensor
 from torch.nn import Parameter
+from warmup_runs import averaged, gradient, relative, ulps, with_odd_memory
 
 from fusedonebit import Lamb, Layerwise, Numerics
 from fusedonebit.comm import Transport

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_runs import Sent
 from marsit_rounds import EACH, EACH_PLACE, MARSIT, kept, make, own_state, set_gradients
 from observe import fingerprint, parameters
 from optimizers import objects
 from ranks import run_ranks
-from test_ddp import Sent
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collective_counter import CollectiveCounter
 from observe import fingerprint, parameters
 from optimizers import by_name, objects
 from ranks import WORLD_SIZES, run_ranks, simulate
-from test_compression_stage import CollectiveCounter
 from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from master_weight_runs import FREEZE, load, make, overwrite, put, set_gradients, train
 from observe import parameters, through_a_file
 from optimizers import MAKE, objects
 from ranks import simulate
-from test_master_weights import FREEZE, load, make, overwrite, put, set_gradients, train
 from torch import Tensor
 
 from fusedonebit import AdamW, Numerics, OneBitAdam, OneBitLion

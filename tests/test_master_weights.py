@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from freeze_runs import gradient
+from master_weight_runs import FREEZE, STEPS, load, make, overwrite, put, set_gradients, train, values
 from observe import fingerprint, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, construct, objects
 from ranks import run_ranks, simulate
-from test_freeze import gradient
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import Faults, FusedOneBitWarning, Numerics, OneBitAdam, amp
+from fusedonebit import Faults, Numerics, OneBitAdam, amp
 from fusedonebit.comm import Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
 
@@ -22,39 +22,6 @@ HALVES = (torch.bfloat16, torch.float16)
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half the distance from 1 to the next number."""
-FREEZE, STEPS = 8, 20
-
-
-def values(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """Values that ``dtype`` has, in float32: contiguous, channels last, strided, and a single one."""
-    random = torch.Generator().manual_seed(seed)
-    shapes = ((33, 40), (6, 5, 4, 3), (21, 8), (1,))
-    plain = [torch.randn(shape, generator=random).to(dtype).float() for shape in shapes]
-    return [plain[0], plain[1].contiguous(memory_format=torch.channels_last), plain[2][::2, ::3], plain[3]]
-
-
-def make(dtype: torch.dtype, seed: int = 0, rounded_to: torch.dtype | None = None) -> list[Parameter]:
-    made = []
-    for v in values(rounded_to or dtype, seed):
-        storage = torch.empty(0, dtype=dtype).new_zeros(v.untyped_storage().size() // 4 + 8)
-        made.append(Parameter(storage.as_strided(v.shape, v.stride()).copy_(v)))
-    return made
-
-
-def set_gradients(optimizer: DistributedOptimizer, rank: int, step: int, dtype: torch.dtype) -> None:
-    for i, p in enumerate(parameters(optimizer)):
-        p.grad = gradient(rank, step, p, i).to(dtype).to(p.dtype)
-
-
-def train(optimizer: DistributedOptimizer, rank: int, steps: range, dtype: torch.dtype) -> list[str]:
-    prints = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedOneBitWarning)
-        for step in steps:
-            set_gradients(optimizer, rank, step, dtype)
-            optimizer.step()
-            prints.append(fingerprint([p.contiguous() for p in parameters(optimizer)]))
-    return prints
 
 
 def masters(optimizer: DistributedOptimizer) -> list[Tensor]:
@@ -164,16 +131,6 @@ def test_rank_0s_values_are_broadcast_into_masters_too():
     assert prints == others
 
 
-def overwrite(p: Parameter, how: str) -> None:
-    with torch.no_grad():
-        if how == "in place":
-            p.copy_(torch.full_like(p, 3.0))
-        elif how == "in part":
-            p.view(-1)[:5] = 3.0
-        else:
-            p.data = torch.full_like(p, 3.0)
-
-
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("step", [2, 6], ids=["warm-up", "compression"])
@@ -216,20 +173,6 @@ def test_a_group_added_later_has_masters_and_the_others_keep_theirs(written):
 
 
 # ---------------------------------------------------------------- checkpoints
-
-
-def put(params: list[Parameter], saved: list[Tensor]) -> None:
-    with torch.no_grad():
-        for p, v in zip(params, saved, strict=True):
-            p.copy_(v)
-
-
-def load(optimizer: DistributedOptimizer, saved: list, model_first: bool) -> None:
-    if model_first:
-        put(parameters(optimizer), saved[1])
-    optimizer.load_state_dict(saved[0])
-    if not model_first:
-        put(parameters(optimizer), saved[1])
 
 
 def resume(rank: int, transport: Transport, name: str, cut: int, model_first: bool, dtype: torch.dtype) -> bool:

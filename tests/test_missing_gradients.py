@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from missing_gradient_runs import OWN, SHAPES, Make, gradient, parameters
 from optimizers import by_name
 from ranks import run_ranks
-from test_warmup import relative
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from warmup_runs import relative
 
-from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, ddp
+from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.sharding import local
 from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep
 
-SHAPES = [(31, 17), (5,), (), (3000,), (70, 40)]
 FREEZE = 3
-Make = Callable[..., Any]
 
 plain = {"precondition": False, "scale_norm": "l2", "scale_scope": "global"}
 adam: Make = by_name(OneBitAdam, lr=1e-2, freeze_step=FREEZE, guard="off")
@@ -36,13 +35,6 @@ AVERAGING: dict[str, Make] = {
     "lamb, as in DeepSpeed": partial(lamb, variant="deepspeed"),
     "lamb, frozen": partial(lamb, adaptive=False),
     "Lamb": by_name(Lamb, lr=1e-2),
-}
-OWN: dict[str, Make] = {
-    "lion": by_name(OneBitLion, lr=1e-3),
-    "lion, mean": by_name(OneBitLion, lr=1e-3, aggregation="mean"),
-    "marsit": by_name(MarsitSGD, lr=1e-2, full_precision_every=4),
-    "marsit, owner": by_name(MarsitSGD, lr=1e-2, full_precision_every=4, topology="owner"),
-    "marsit adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=4),
 }
 zero_one: Make = by_name(ZeroOneAdam, lr=1e-2, variance_policy=DoublingVariance(2))
 ZERO_ONE: dict[str, Make] = {"zero-one": partial(zero_one, sync_policy=EveryStep())}
@@ -58,15 +50,6 @@ def named(*families: dict[str, Make]) -> Any:
     """The names of all of a family; of those that are much like others only with ``make test-full``."""
     names = [name for family in families for name in family]
     return [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.full) for name in names]
-
-
-def parameters() -> list[Parameter]:
-    torch.manual_seed(0)
-    return [Parameter(torch.randn(shape)) for shape in SHAPES]
-
-
-def gradient(rank: int, step: int, i: int) -> Tensor:
-    return torch.randn(SHAPES[i], generator=torch.Generator().manual_seed(1 + rank + 10 * step + 1000 * i))
 
 
 def is_missing(rank: int, step: int, i: int) -> bool:

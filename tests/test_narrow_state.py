@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends import assert_equal_backends, problem
+from frozen_dtype_runs import params, train, values
 from optimizers import by_name, objects
 from ranks import run_ranks, simulate
 from reference_ops import Problem
 from renewal_arguments import renew_arguments, tell_arguments
-from test_frozen_dtype import params, train, values
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_native import ALONE, alone
+from native_calls import ALONE, alone
 
 from fusedonebit.triton_kernels import backend, native
 

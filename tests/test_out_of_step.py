@@ -14,7 +14,7 @@ import pytest
 import torch
 from observe import change_header, fingerprint, parameters
 from ranks import run_ranks
-from test_after_a_load import MAKE, caught, make, set_gradients, train
+from runs_after_a_load import MAKE, caught, make, set_gradients, train
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from flat_state import by_flat_index, conserved, imbalance, whole_state
 from optimizers import EACH_ONEBIT, construct, objects, refuses
+from overlap_runs import FREEZE, OPTIONS, STEPS, free, pulled, some_gradients, step_on, values
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +30,6 @@ from fusedonebit import (
     ddp,
 )
 from fusedonebit.comm import allreduce
-
-FREEZE, STEPS = 4, 12
-OPTIONS: dict[str, Any] = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "block_size": 128, "buckets": 3}
 
 
 class Net(nn.Module):
@@ -224,37 +222,6 @@ def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is
 
 
 # ---------------------------------------------------------------- nothing is lost
-
-
-def pulled(params: list[Tensor], gradients: list[Tensor]) -> None:
-    """A backward pass that leaves exactly these gradients."""
-    sum((p * g).sum() for p, g in zip(params, gradients, strict=True)).backward()
-
-
-def values(params: list[Tensor]) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in params])
-
-
-def some_gradients(params: list[Tensor], rank: int, step: int) -> list[Tensor]:
-    return [
-        torch.randn(p.shape, generator=torch.Generator().manual_seed(rank + 10 * step + i))
-        for i, p in enumerate(params)
-    ]
-
-
-def free(
-    rank: int, sizes: tuple[int, ...] = (900, 40, 700, 1), **options: Any
-) -> tuple[list[nn.Parameter], OneBitAdam]:
-    """Parameters without a model; the last bucket has the last two of them."""
-    generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((900,), (40,), (350, 2), (1,))]
-    return params, OneBitAdam(params, **objects(**OPTIONS | {"overlap": True, "precondition": False} | options))
-
-
-def step_on(params: list[nn.Parameter], optimizer: OneBitAdam, gradients: list[Tensor]) -> None:
-    pulled(params, gradients)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def follow(rank: int, world_size: int, nonfinite: dict[int, tuple[int, int]]) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from observe import caught
+from overlap_runs import FREEZE, STEPS, free, pulled, some_gradients, step_on, values
 from ranks import run_ranks
-from test_overlap import FREEZE, STEPS, free, pulled, some_gradients, step_on, values
 from torch import nn
 
 from fusedonebit import AbortedStepError, CollectiveError, FusedOneBitWarning, OutOfStepError

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dcp_runs import differing, everything, network
+from dcp_runs import train as train_model
 from observe import caught, fingerprint, flat, parameters, through_a_file
 from ranks import run_ranks
-from test_dcp import differing, everything, network
-from test_dcp import train as train_model
 from torch import Tensor
 from torch.nn import Parameter
 from zero_one_rounds import Script, make, make_parameters, momenta, own_state, residuals, set_gradients, variances

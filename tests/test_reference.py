@@ -20,7 +20,26 @@ import numpy as np
 import pytest
 import torch
 from observe import flat, observe, parameters
-from optimizers import PAPER, by_name
+from optimizers import by_name
+from reference_runs import (
+    ADAM,
+    AS_PRINTED,
+    ENDS,
+    LAYERS,
+    LAYOUT,
+    LIVING,
+    SHAPES,
+    SHARES,
+    SIZES,
+    STEPS,
+    WARMUP,
+    WORKERS,
+    Seen,
+    follow_living,
+    gradient,
+    gradients,
+    model,
+)
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -28,33 +47,9 @@ from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, referenc
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.optim.own_variance import EARLY, TOLD_EVERY, places
 from fusedonebit.optim.policies import FixedRounds
-from fusedonebit.triton_kernels import FlatLayout
-from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.squares import random_signs
 
-WORKERS, WARMUP, STEPS = 4, 10, 40
-SHAPES = [(16, 8), (256,), (2, 8, 8)]  # whole blocks of 128 elements, of which each worker serves one
-SIZES = [int(np.prod(shape)) for shape in SHAPES]
-ENDS = np.cumsum(SIZES).tolist()
-LAYERS = [slice(end - size, end) for end, size in zip(ENDS, SIZES, strict=True)]
 LIMIT = 5e-6
-
-Seen = dict[str, Tensor]  # by name; of what each worker has of its own [W, ...]
-
-
-def normal(*seeds: int) -> Tensor:
-    seed = sum(seed * by for seed, by in zip(seeds, (1, 101), strict=False))
-    return torch.randn(ENDS[-1], generator=torch.Generator().manual_seed(seed))
-
-
-def by_layer(*values: float) -> Tensor:
-    return torch.cat([torch.full((size,), value) for size, value in zip(SIZES, values, strict=True)])
-
-
-def gradient(x: Tensor, worker: int, t: int) -> Tensor:
-    """Of a bowl whose middle is the worker's own, with noise; layers' gradients differ in magnitude, and change it."""
-    magnitude = by_layer(1.0, 0.03, 20.0) * by_layer(1.1, 0.95, 1.0) ** max(0, t - WARMUP)
-    return magnitude * (x - normal(worker) + normal(worker, t + 1)).float()
 
 
 def gradient_in(name: str, x: Tensor, worker: int, t: int) -> Tensor:
@@ -66,23 +61,10 @@ def gradient_in(name: str, x: Tensor, worker: int, t: int) -> Tensor:
     return g
 
 
-def gradients(x: Tensor, t: int) -> Tensor:
-    return torch.stack([gradient(x, worker, t) for worker in range(WORKERS)]).double()
-
-
-def model() -> Tensor:
-    return by_layer(1.0, 2.0, 0.1) * (1 + 0.2 * normal(1000))
-
-
 # ---------------------------------------------------------------- the optimizers
 
-ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
 LAMB = {"betas": (0.9, 0.9), "beta3": 0.8, "eps": 1e-6, "c_min": 0.5, "c_max": 2.0}
 LAMB |= {"r_min": 0.7, "r_max": 1.4, "r_threshold": 0.1}
-AS_PRINTED = PAPER | {"weight_decay": 0.0, "freeze_step": WARMUP, "block_size": 128}
-LAYOUT = FlatLayout(tuple(SIZES), WORKERS, 128)
-SHARES = Projections.of(LAYOUT).shares
-LIVING = AS_PRINTED | {"precondition": True, "variance_floor": 0.3}
 LIVING_LAMB = {"betas": (0.9, 0.99), "beta3": 0.8, "eps": 1e-30, "c_min": 0.5, "c_max": 2.0}
 OWN: dict[str, Any] = ADAM | {"weight_decay": 0.5, "scale_norm": "l2", "scale_scope": "global", "block_size": 128}
 OWN_SHARES = places(LAYOUT)[0][list(LAYOUT.first_block[:-1])].tolist()
@@ -167,29 +149,6 @@ def follow_adam(paper: ModuleType, name: str) -> Iterator[Seen]:
         else:
             paper.onebit_adam(s, g, gamma=1e-2, beta1=beta1, eta=1e-8)
             yield {"x": s.x, "m": s.m, "v": s.v, "worker_error": s.worker_error, "server_error": s.server_error}
-
-
-def follow_living(paper: ModuleType, name: str) -> Iterator[Seen]:
-    s = paper.LivingState(model().double(), WORKERS, LAYERS)
-    s.C, s.servers = partial(paper.compress, p=2), WORKERS
-    (beta1, beta2), last = ADAM["betas"], WARMUP
-    for t in range(STEPS):
-        g = gradients(s.x, t)
-        if t < WARMUP:
-            paper.adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
-            yield {"x": s.x, "m": s.m, "v": s.v}
-            continue
-        if t == WARMUP:  # no bias correction: as if the warm-up had been endless
-            paper.live(s, math.inf, beta2=beta2, eta=1e-8, floor=0.3)
-        paper.living_adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
-        done, since = t + 1 - WARMUP, t + 1 - last
-        if since >= max(1, done // 4):
-            r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
-            paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=1e-8, floor=0.3)
-            last = t + 1
-        unit = s.v.sqrt() + 1e-8
-        errors = {"worker_error": s.worker_error * unit, "server_error": s.server_error}
-        yield {"x": s.x, "m": s.m * unit, "v": s.v} | errors
 
 
 def follow_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:

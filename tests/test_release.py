@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from adamw_runs import gradients
 from optimizers import MAKE, objects
 from ranks import run_ranks
-from test_adamw import gradients
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 

@@ -8,12 +8,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from conservation import BETA2, WARMUP, look
+from freeze_runs import gradient, step_once
+from guard_runs import make, train
 from observe import fingerprint, flat, observe, parameters, served, through_a_file, whole_server_error
 from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, PAPER, UNGUARDED, construct
 from ranks import run_ranks
-from test_conservation import BETA2, WARMUP, look
-from test_freeze import gradient, step_once
-from test_guard import make, train
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from backends import assert_equal_backends
+from checkpoint_runs import resume
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observe import fingerprint
 from optimizers import EACH, UNGUARDED, construct, objects
 from ranks import simulate, warned
 from reference_ops import Problem
-from test_checkpoint import resume
 from torch import Tensor
 from torch.nn import Parameter
 

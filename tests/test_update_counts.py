@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from missing_gradient_runs import OWN, Make, gradient, parameters
 from observe import change_header
 from optimizers import by_name
-from test_missing_gradients import OWN, Make, gradient, parameters
-from test_warmup import relative
 from torch import Tensor
 from torch.nn import Parameter
+from warmup_runs import relative
 
 from fusedonebit import Faults, Lamb, MarsitSGD, OneBitAdam
 from fusedonebit.comm import SimulatedGroup

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from freeze_runs import gradient
+from guard_runs import make, train
 from observe import fingerprint, flat, observe, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, LAMBS, UNGUARDED, construct
 from ranks import run_ranks
-from test_freeze import gradient
-from test_guard import make, train
 from torch.nn import Parameter
 
 from fusedonebit import FusedOneBitWarning

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dcp_runs import differing, everything, network
+from dcp_runs import train as train_model
 from observe import change_header, fingerprint, parameters
 from optimizers import objects
 from ranks import run_ranks, simulate
-from test_dcp import differing, everything, network
-from test_dcp import train as train_model
 from torch import Tensor
 from torch.nn import Parameter
 from zero_one_rounds import (

@@ -7,9 +7,9 @@ from typing import Any
 import mpi_ranks
 import pytest
 import torch
+from ddp_runs import Sent
 from observe import fingerprint, parameters
 from ranks import run_ranks
-from test_ddp import Sent
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import Parameter

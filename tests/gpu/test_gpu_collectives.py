@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from test_gpu_steps import nccl
+from gpu_runs import nccl
 from torch import Tensor
 
 from fusedonebit.comm import Transport

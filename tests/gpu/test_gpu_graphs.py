@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_gpu_steps import FREEZE, KINDS, Run, assert_equal, every_kind, nccl, shapes
+from gpu_runs import FREEZE, KINDS, Run, assert_equal, every_kind, nccl, shapes
 from torch import Tensor
 
 from fusedonebit import amp

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_steps import Run, assert_equal, nccl, shapes  # noqa: F401
+from gpu_runs import Run, assert_equal, nccl, shapes  # noqa: F401
 from torch import Tensor
 
 from fusedonebit import MarsitAdam, MarsitSGD

@@ -18,7 +18,7 @@ from mpi_ranks import end, run_mpi, start_mpi
 from observe import caught, fingerprint
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct, objects
 from ranks import RankError, run_ranks
-from test_simulated import train as train_exactly
+from simulated_runs import train as train_exactly
 from torch import Tensor
 
 from fusedonebit import CollectiveError, DisagreementError, MarsitSGD, NonFiniteGradientError, OneBitAdam

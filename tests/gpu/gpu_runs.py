@@ -1,0 +1,97 @@
+"""Shares what tests of gpu steps and others set up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from optimizers import UNGUARDED, objects
+from torch import Tensor
+
+from fusedonebit import Lamb, OneBitAdam, OneBitLamb
+from fusedonebit.comm import TorchTransport, Transport
+
+SHAPES = ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
+
+LARGE_SHAPES = (*SHAPES, (1000, 1025), (300_001,))
+
+FREEZE = 10
+
+PLAIN = {"precondition": False, "scale_norm": "l2"}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "adam, plain": PLAIN | UNGUARDED,
+    "adam, ternary": {"ternary": True},
+    "lamb": {"make": OneBitLamb},
+    "lamb, plain": {"make": OneBitLamb} | PLAIN,
+    "lamb, preconditioned": {"make": OneBitLamb, "precondition": True},
+    "lamb, frozen": {"make": OneBitLamb, "adaptive": False},
+    "lamb, deepspeed": {"make": OneBitLamb, "variant": "deepspeed"} | PLAIN,
+    "lamb, ternary": {"make": OneBitLamb, "ternary": True},
+}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def shapes(small_only: bool) -> tuple[tuple[int, ...], ...]:
+    return SHAPES if small_only else LARGE_SHAPES
+
+
+class Run:
+    """A model-free training run: the same gradients for the same rank, whatever else differs."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shapes: tuple[tuple[int, ...], ...],
+        rank: int = 0,
+        transport: Transport | None = None,
+        dtype: torch.dtype = torch.float32,
+        make: type[torch.optim.Optimizer] = OneBitAdam,
+        **options: object,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.params = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes
+        ]
+        self.rank = rank
+        freeze = {} if make is Lamb else {"freeze_step": FREEZE}
+        self.optimizer = make(self.params, **objects(**{"lr": 1e-2, "process_group": transport} | freeze | options))
+
+    def set_gradients(self, step: int, nan: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1000 * self.rank + step)
+        for i, p in enumerate(self.params):
+            scale = 10.0 ** (i % 6 - 2)
+            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+        if nan:
+            self.params[1].grad[3, 3] = torch.nan
+
+    def steps(self, first: int, last: int, nan_at: int | None = None) -> list[Tensor]:
+        for step in range(first, last):
+            self.set_gradients(step, nan=step == nan_at)
+            self.optimizer.step()
+        return [p.detach().clone() for p in self.params]
+
+
+def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.fixture
+def nccl(device: torch.device, tmp_path) -> Iterator[Callable[[], Transport]]:
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield lambda: TorchTransport(None, torch.device("cuda", 0))
+    finally:
+        dist.destroy_process_group()

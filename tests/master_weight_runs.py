@@ -1,0 +1,72 @@
+"""Shares what tests of master weights and others set up."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from freeze_runs import gradient
+from observe import fingerprint, parameters
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedonebit import FusedOneBitWarning
+from fusedonebit.core.optimizer import DistributedOptimizer
+
+FREEZE, STEPS = 8, 20
+
+
+def values(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Values that ``dtype`` has, in float32: contiguous, channels last, strided, and a single one."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((33, 40), (6, 5, 4, 3), (21, 8), (1,))
+    plain = [torch.randn(shape, generator=random).to(dtype).float() for shape in shapes]
+    return [plain[0], plain[1].contiguous(memory_format=torch.channels_last), plain[2][::2, ::3], plain[3]]
+
+
+def make(dtype: torch.dtype, seed: int = 0, rounded_to: torch.dtype | None = None) -> list[Parameter]:
+    made = []
+    for v in values(rounded_to or dtype, seed):
+        storage = torch.empty(0, dtype=dtype).new_zeros(v.untyped_storage().size() // 4 + 8)
+        made.append(Parameter(storage.as_strided(v.shape, v.stride()).copy_(v)))
+    return made
+
+
+def set_gradients(optimizer: DistributedOptimizer, rank: int, step: int, dtype: torch.dtype) -> None:
+    for i, p in enumerate(parameters(optimizer)):
+        p.grad = gradient(rank, step, p, i).to(dtype).to(p.dtype)
+
+
+def train(optimizer: DistributedOptimizer, rank: int, steps: range, dtype: torch.dtype) -> list[str]:
+    prints = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedOneBitWarning)
+        for step in steps:
+            set_gradients(optimizer, rank, step, dtype)
+            optimizer.step()
+            prints.append(fingerprint([p.contiguous() for p in parameters(optimizer)]))
+    return prints
+
+
+def overwrite(p: Parameter, how: str) -> None:
+    with torch.no_grad():
+        if how == "in place":
+            p.copy_(torch.full_like(p, 3.0))
+        elif how == "in part":
+            p.view(-1)[:5] = 3.0
+        else:
+            p.data = torch.full_like(p, 3.0)
+
+
+def put(params: list[Parameter], saved: list[Tensor]) -> None:
+    with torch.no_grad():
+        for p, v in zip(params, saved, strict=True):
+            p.copy_(v)
+
+
+def load(optimizer: DistributedOptimizer, saved: list, model_first: bool) -> None:
+    if model_first:
+        put(parameters(optimizer), saved[1])
+    optimizer.load_state_dict(saved[0])
+    if not model_first:
+        put(parameters(optimizer), saved[1])
