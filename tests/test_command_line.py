@@ -74,7 +74,7 @@ JUNK = (
 def numeric_options() -> dict[str, argparse.Action]:
     """Those of all commands, by ``command option``."""
     found = {}
-    modules = {command: f"fusedonebit.apps.{command}.command" for command in COMMANDS} | {"lab": lab.__name__}
+    modules = {command: f"fusedonebit.apps.{command}.{command}_command" for command in COMMANDS} | {"lab": lab.__name__}
     for command, module in modules.items():
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)

@@ -113,9 +113,9 @@ class Algorithm:
         return False
 
     @property
-    def averages_gradients(self) -> bool:
-        """Tell whether the coming step, entered or not, averages gradients; else DDP must leave them alone."""
-        return self.stage.averages_gradients
+    def coming_stage(self) -> Stage:
+        """Return what takes the coming step, whether it was entered or not."""
+        return self.stage
 
     def after_step(self) -> None:
         """Do what follows once a step was counted."""

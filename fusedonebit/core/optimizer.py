@@ -295,7 +295,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def averages_gradients(self) -> bool:
         """Tell whether the coming step uses averages of the ranks' gradients; else DDP must leave them alone."""
-        return self.algorithm.averages_gradients
+        return self.algorithm.coming_stage.averages_gradients
 
     @property
     def synchronised(self) -> bool:

@@ -114,8 +114,8 @@ class LocalAdam(Algorithm):
         return False
 
     @property
-    def averages_gradients(self) -> bool:
-        return self.plan.averages_gradients
+    def coming_stage(self) -> Stage:
+        return self.averaged if self.plan.averages_gradients else self.rounds
 
     @property
     def synchronised(self) -> bool:
