@@ -29,6 +29,7 @@ PATH = {
     "Understand": (
         "topics/reference",
         "topics/design",
+        "topics/tried",
         "topics/glossary",
         "topics/zero-one-adam",
         "topics/marsit",
