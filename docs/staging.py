@@ -23,7 +23,7 @@ ALWAYS = (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "exam
 PATH = {
     "Start": ("topics/start", "topics/loops", "topics/ecosystem", "examples"),
     "Choose": ("topics/choose", "topics/frontier", "topics/limits"),
-    "Tune": ("topics/numerics", "topics/settings", "topics/when", "topics/run-report", "topics/command-line"),
+    "Tune": ("topics/numerics", "topics/when", "topics/run-report", "topics/command-line"),
     "Scale": ("topics/beyond-one-node", "topics/faults", "topics/performance"),
     "Migrate": ("topics/migrating-from-deepspeed",),
     "Understand": (
