@@ -24,7 +24,7 @@ PATH = {
     "Start": ("topics/start", "topics/loops", "topics/ecosystem", "examples"),
     "Choose": ("topics/choose", "topics/frontier", "topics/limits"),
     "Tune": ("topics/numerics", "topics/when", "topics/run-report", "topics/command-line"),
-    "Scale": ("topics/beyond-one-node", "topics/faults", "topics/performance"),
+    "Scale": ("topics/beyond-one-node", "topics/checkpoints", "topics/faults", "topics/performance"),
     "Migrate": ("topics/migrating-from-deepspeed",),
     "Understand": (
         "topics/reference",
