@@ -73,7 +73,7 @@ OF_A_SCALED_LOSS = dict.fromkeys(("loss_scale", "found_inf", "earlier"), "*fp32"
 CLIPS = {"CLIPS": True, "WEIGHS": 1, "digest": "*i64"}
 COUNTED = {"digest_updates": "*i64"}
 WEIGHED = {"weights": "*fp32"}
-BLENDED = {"DEEPSPEED": True, "norms": "*fp64", "ratios_norms": "*fp64"}
+BLENDED = {"OF_DENOMINATORS": True, "RANGE_FIRST": True, "norms": "*fp64", "ratios_norms": "*fp64"}
 LOCAL = {"exp_avg": "*fp32"}
 ADAM = LOCAL | V
 DECAYS = {"STEP_DECAYS": True}
@@ -341,7 +341,7 @@ VARIANTS = {
     "apply_momentum, counts, 16-bit corrections": Case("apply_momentum", VARIANCE | COUNTS | SUMS | CORRECTED),
     "lamb_update, bf16": Case("lamb_update", BF16),
     "lamb_update, mixed, sums": Case("lamb_update", MIXED | {"exp_avg_sq_sums": "*fp64", "EPS_INSIDE_SQRT": True}),
-    "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", {"DEEPSPEED": True}),
+    "lamb_coefficient, DeepSpeed's": Case("lamb_coefficient", {"SKIPS_ONES": True}),
     "lamb_move, mixed": Case("lamb_move", MIXED | {"EPS_INSIDE_SQRT": True}),
     "apply_momentum, stochastic rounding": Case("apply_momentum", VARIANCE | BF16 | STOCHASTIC),
     "adam_update, mixed, stochastic rounding": Case("adam_update", MIXED | STOCHASTIC | {"exp_avg_sq_sums": "*fp64"}),

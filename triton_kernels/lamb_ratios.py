@@ -43,7 +43,7 @@ from .rules import AVERAGE, COEFFICIENT, COLUMNS, DECAY, RATIO, STEP_SIZE, UNIT
 def lamb_ratio_kernel(
     params_table, tensors, exp_avg, last_bits, last_scale, exp_avg_sq, fresh, started, coef, places, skip, ratios,
     blocks_per_chunk,
-    PARAMS: tl.constexpr, PRECONDITIONED: tl.constexpr, DEEPSPEED: tl.constexpr, TERNARY: tl.constexpr,
+    PARAMS: tl.constexpr, PRECONDITIONED: tl.constexpr, OF_DENOMINATORS: tl.constexpr, TERNARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
@@ -74,7 +74,7 @@ def lamb_ratio_kernel(
         g = rules.rebuilt_gradient(m, tl.where(running, last, held), k)
         mask = io.counting(places.live, row, i, BLOCK_SIZE)
         v = io.only_active(rules.variance(tl.where(running, held, frozen), g, k), mask, row)
-        ratio = rules.variance_ratio(frozen, v, k, exp_avg_sq.EPS_INSIDE_SQRT, DEEPSPEED)
+        ratio = rules.variance_ratio(frozen, v, k, exp_avg_sq.EPS_INSIDE_SQRT, OF_DENOMINATORS)
         ratio = io.only_active(ratio, mask, row)
         tl.store(ratios.largest + b, tl.max(tl.max(ratio, axis=1), axis=0))
         tl.store(fresh + b * BLOCK_SIZE + i, v)
@@ -94,7 +94,7 @@ def lamb_ratio_kernel(
 @op(lamb_ratio_kernel, writes=("last_bits", "last_scale", "fresh", "ratios.largest", "ratios.norms"))
 def lamb_ratio(
     params: Tensors, places: Places, exp_avg: Signs, last: Signs, exp_avg_sq: Divisor, fresh: PerElement,
-    started: Flag, preconditioned: bool, deepspeed: bool, coef: CoefTable, skip: Flag, ratios: Ratios,
+    started: Flag, preconditioned: bool, of_denominators: bool, coef: CoefTable, skip: Flag, ratios: Ratios,
 ) -> None:  # fmt: skip
     """Rebuild the gradient, update the fresh variance, find the largest ratio of each block (lines 15 to 17).
 
@@ -109,12 +109,12 @@ def lamb_ratio(
         params: Read only for norms.
         exp_avg: m_t, times unit.
         last: m_{t-1}, its bits contiguous, read and written.
-        exp_avg_sq: v_{T_w}, the frozen variance; which denom is not read without ``preconditioned``, ``deepspeed`` or
-            norms.
+        exp_avg_sq: v_{T_w}, the frozen variance; which denom is not read without ``preconditioned``,
+            ``of_denominators`` or norms.
         fresh: v_{t-1} or, before the first step, m_{T_w}, float32 [P]; v_t is written.
         started: 0 before the first step.
         preconditioned: The momenta were compressed in the unit 1/denom of each coordinate.
-        deepspeed: The ratio is that of the denominators: of roots, plus eps.
+        of_denominators: The ratio is that of the denominators: of roots, plus eps.
         ratios: Written.
     """
     if skip:
@@ -130,7 +130,7 @@ def lamb_ratio(
             m, last_m = (x.mul_(rules.denominator(frozen, k, inside)) for x in (m, last_m))
         g = rules.rebuilt_gradient(m, last_m if started else held, k)
         v = only_live(rules.variance(held if started else frozen, g, k), places, tile)
-        ratio = rules.variance_ratio(frozen, v, k, inside, deepspeed)
+        ratio = rules.variance_ratio(frozen, v, k, inside, of_denominators)
         ratios.largest[b] = only_live(ratio, places, tile).amax(1)
         held.copy_(v)
         last_packed.copy_(packed)
@@ -155,7 +155,7 @@ def _max_of(row, begin, end, AT_ONCE: tl.constexpr):
 @jit()
 def lamb_rescale_kernel(
     largest, norms, norms_stride, layer_start, skip, started, coef, layers, tensors,
-    DEEPSPEED: tl.constexpr, AT_ONCE: tl.constexpr,
+    RANGE_FIRST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Grid: tensors."""
     t = tl.program_id(0).to(tl.int64)
@@ -170,7 +170,7 @@ def lamb_rescale_kernel(
             adam = tl.sqrt(io.sum_of(norms, begin, end, AT_ONCE))
             r = rules.blended(r, adam, tl.sqrt(io.sum_of(norms + norms_stride, begin, end, AT_ONCE)))
         c_avg = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
-        r, c = rules.rescaled(rules.limited(r, last, k, DEEPSPEED), found, last, c_avg)
+        r, c = rules.rescaled(rules.limited(r, last, k, RANGE_FIRST), found, last, c_avg)
         tl.store(layers + RATIO * tensors + t, r)
         tl.store(layers + COEFFICIENT * tensors + t, c.to(tl.float32))
         if t == 0:
@@ -180,19 +180,19 @@ def lamb_rescale_kernel(
 
 @op(lamb_rescale_kernel, writes=("started", "coef", "layers"), derive=PER_LAYER)
 def lamb_rescale(
-    largest: PerBlock, norms: Annotated[Doubles, "2 B"] | None, layer_start: Starts, skip: Flag, deepspeed: bool,
+    largest: PerBlock, norms: Annotated[Doubles, "2 B"] | None, layer_start: Starts, skip: Flag, range_first: bool,
     started: Flag, coef: CoefTable, layers: Layers,
 ) -> None:  # fmt: skip
     """Clip each layer's ratio both ways, and make its coefficient c = r*c_avg (lines 17 to 20).
 
-    The paper first limits the change (line 18), then the range (line 19). DeepSpeed first blends in
-    the share of the weight decay, r = R*r + 1 - R with R = min(1, |m/denom|/|u|), then limits the
-    range, then the change. A layer that found no ratio keeps its own. Other arguments as for ``lamb_coefficient``.
+    First its change is limited (line 18), then its range (line 19), or the other way round. With norms r is first
+    blended with the share of the weight decay: R*r + 1 - R, R = min(1, |m/denom|/|u|). A layer that found no ratio
+    keeps its own. Other arguments as for ``lamb_coefficient``.
 
     Args:
         largest: From ``lamb_ratio``.
         norms: From ``lamb_ratio``: then r is blended; or None.
-        deepspeed: DeepSpeed's order.
+        range_first: Limit the range, then the change.
         started: Set to 1.
     """
     if skip:
@@ -201,7 +201,7 @@ def lamb_rescale(
     last = layers[RATIO, :, None].double()
     r = found if norms is None else rules.blended(found, *norms_of(norms, layer_start))
     c_avg = layers[AVERAGE, :, None].double()
-    r, c = rules.rescaled(rules.limited(r, last, coef, deepspeed), found, last, c_avg)
+    r, c = rules.rescaled(rules.limited(r, last, coef, range_first), found, last, c_avg)
     layers[RATIO], layers[COEFFICIENT] = r[:, 0], c[:, 0]
     started.fill_(1)
     write_step(c, coef)

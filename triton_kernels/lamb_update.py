@@ -109,7 +109,7 @@ def lamb_update(
 
 @jit()
 def lamb_coefficient_kernel(
-    norms, norms_stride, layer_start, skip, coef, layers, tensors, DEEPSPEED: tl.constexpr, AT_ONCE: tl.constexpr
+    norms, norms_stride, layer_start, skip, coef, layers, tensors, SKIPS_ONES: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """Grid: tensors."""
     t = tl.program_id(0).to(tl.int64)
@@ -121,7 +121,7 @@ def lamb_coefficient_kernel(
         u = tl.sqrt(io.sum_of(norms + norms_stride, begin, end, AT_ONCE))
         c = rules.coefficient(x, u, k)
         c_avg = tl.load(layers + AVERAGE * tensors + t).to(tl.float64)
-        tl.store(layers + AVERAGE * tensors + t, rules.average(c_avg, c, k, DEEPSPEED).to(tl.float32))
+        tl.store(layers + AVERAGE * tensors + t, rules.average(c_avg, c, k, SKIPS_ONES).to(tl.float32))
         tl.store(layers + COEFFICIENT * tensors + t, c.to(tl.float32))
         store_step(c, k)
 
@@ -136,7 +136,8 @@ def store_step(c, k):
 
 @op(lamb_coefficient_kernel, writes=("coef", "layers"), derive=PER_LAYER)
 def lamb_coefficient(
-    norms: Annotated[Doubles, "2 B"], layer_start: Starts, skip: Flag, deepspeed: bool, coef: CoefTable, layers: Layers,
+    norms: Annotated[Doubles, "2 B"], layer_start: Starts, skip: Flag, skips_ones: bool, coef: CoefTable,
+    layers: Layers,
 ) -> None:  # fmt: skip
     """Compute each layer's coefficient and its moving average (eq. 2, line 4; Algorithm 1, line 2).
 
@@ -146,7 +147,7 @@ def lamb_coefficient(
         norms: Sums of x^2 and of u^2.
         layer_start: First block of each tensor, and B.
         skip: Where set nothing changes.
-        deepspeed: Leave c == 1 out of the average, as DeepSpeed does.
+        skips_ones: A c of 1, as where a norm is zero, leaves the average as it is.
         coef: STEP_SIZE and DECAY are written.
         layers: Read and written.
     """
@@ -154,7 +155,7 @@ def lamb_coefficient(
         return
     x, u = norms_of(norms, layer_start)
     c = rules.coefficient(x, u, coef)
-    layers[AVERAGE] = rules.average(layers[AVERAGE, :, None].double(), c, coef, deepspeed)[:, 0]
+    layers[AVERAGE] = rules.average(layers[AVERAGE, :, None].double(), c, coef, skips_ones)[:, 0]
     layers[COEFFICIENT] = c[:, 0]
     write_step(c, coef)
 

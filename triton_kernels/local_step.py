@@ -39,11 +39,11 @@ class LocalStep(NamedTuple):
     """Whether this is a step; else only beta1*m is added where ``last``."""
     last: bool
     """Whether the next step synchronises; where it ``follows``, this one."""
-    leaks: bool
-    """Whether c also gets wd*x*denom, as DeepSpeed's does; only without ``precondition``."""
+    decay_in_update: bool
+    """Whether c also sums the step's weight decay, wd*x*denom; only without ``precondition``."""
     follows: bool
-    """Whether v is the worker's own, and c in units of parameters; then ``leaks`` is false, and ``precondition`` says
-    nothing."""
+    """Whether v is the worker's own, and c in units of parameters; then ``decay_in_update`` is false, and
+    ``precondition`` says nothing."""
 
 
 @jit()
@@ -98,8 +98,8 @@ def local_step_kernel(
                 added = new
                 if step.PRECONDITION:
                     added = u
-                if step.LEAKS:
-                    added = rules.leaking(added, x, d, k)
+                if step.DECAY_IN_UPDATE:
+                    added = rules.with_decay(added, x, d, k)
                 summed = c + added
             finite = finite & rules.finite(summed) & rules.finite(u)
             counts = finite & mask
@@ -165,7 +165,7 @@ def local_step(
             that do not count included.
         flags: ``NONFINITE`` is set where it happened.
     """
-    inside, precondition, moves, last, leaks, follows = step
+    inside, precondition, moves, last, decay_in_update, follows = step
     flat, moments = places.rows(compensated), places.rows(exp_avg)
     for tile in tiles(places.sizes, 1, places.block_size, compensated.device, len(places.block_tensor)):
         b = tile.blocks
@@ -187,7 +187,7 @@ def local_step(
             else:
                 u = new / d
                 added = u if precondition else new
-                summed = c + (rules.leaking(added, x, d, k) if leaks else added)
+                summed = c + (rules.with_decay(added, x, d, k) if decay_in_update else added)
             finite = rules.finite(summed) & rules.finite(u)
             if follows:
                 finite = finite & rules.finite(squares)

@@ -247,19 +247,19 @@ def coefficient(x: float, u: float, k) -> float:
 
 
 @rule
-def average(c_avg, c, k, DEEPSPEED: tl.constexpr):
-    """c_avg = beta3 * c_avg + (1 - beta3) * c (Algorithm 1, line 2); DeepSpeed leaves c == 1 out; float64."""
+def average(c_avg, c, k, SKIPS_ONES: tl.constexpr):
+    """c_avg = beta3 * c_avg + (1 - beta3) * c (Algorithm 1, line 2), or c_avg where SKIPS_ONES and c == 1; float64."""
     beta3 = of(k, BETA3).to(tl.float64)
     moved = beta3 * c_avg + (1.0 - beta3) * c
-    if DEEPSPEED:
+    if SKIPS_ONES:
         moved = tl.where(c == 1.0, c_avg, moved)
     return moved
 
 
 @rule
-def variance_ratio(frozen, v, k, EPS_INSIDE_SQRT: tl.constexpr, DEEPSPEED: tl.constexpr):
-    """v_{T_w} / v_t (Algorithm 1, line 17), 0 where it is 0/0 or inf/inf; DeepSpeed's is that of the denominators."""
-    if DEEPSPEED:
+def variance_ratio(frozen, v, k, EPS_INSIDE_SQRT: tl.constexpr, OF_DENOMINATORS: tl.constexpr):
+    """v_{T_w} / v_t (Algorithm 1, line 17), or the ratio of their denominators; 0 where it is 0/0 or inf/inf."""
+    if OF_DENOMINATORS:
         frozen = denominator(frozen, k, EPS_INSIDE_SQRT)
         v = denominator(v, k, EPS_INSIDE_SQRT)
     ratio = tl.div_rn(frozen, v)
@@ -268,21 +268,21 @@ def variance_ratio(frozen, v, k, EPS_INSIDE_SQRT: tl.constexpr, DEEPSPEED: tl.co
 
 @rule
 def blended(r: float, adam: float, u: float) -> float:
-    """DeepSpeed's r, with the share of the weight decay: R*r + 1 - R, R = min(1, |m/denom|/|u|); float64."""
+    """R*r + 1 - R, R = min(1, |m/denom|/|u|): weight decay's share of the update keeps its coefficient; float64."""
     share = tl.where(adam < u, adam / u, 1.0)
     return r * share + (1.0 - share)
 
 
 @rule
-def limited(r: float, last: float, k, DEEPSPEED: tl.constexpr) -> float:
-    """r, near the last one (Algorithm 1, line 18), then in its range (line 19); DeepSpeed swaps them; float64."""
+def limited(r: float, last: float, k, RANGE_FIRST: tl.constexpr) -> float:
+    """r, near the last one (Algorithm 1, line 18), then in its range (line 19), or the other way round; float64."""
     low = of(k, R_MIN).to(tl.float64)
     high = of(k, R_MAX).to(tl.float64)
     threshold = of(k, R_THRESHOLD).to(tl.float64)
-    if DEEPSPEED:
+    if RANGE_FIRST:
         r = tl.minimum(tl.maximum(r, low), high)
     r = tl.minimum(tl.maximum(r, last * (1.0 - threshold)), last * (1.0 + threshold))
-    if not DEEPSPEED:
+    if not RANGE_FIRST:
         r = tl.minimum(tl.maximum(r, low), high)
     return r
 
@@ -439,6 +439,6 @@ def owed(c, update, k):
 
 
 @rule
-def leaking(added, x, d, k):
-    """Make the buffer's summand with wd * x * denominator, as DeepSpeed's has it."""
+def with_decay(added, x, d, k):
+    """Add a step's weight decay to what it adds to the buffer, in the unit of momentum: wd * x * denominator."""
     return added + x * of(k, WEIGHT_DECAY) * d

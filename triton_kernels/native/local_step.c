@@ -5,15 +5,15 @@
 /* A block's m, x and c after a gradient, where that is finite; says whether it was. */
 static void own_step(float *restrict m, float *restrict x, float *restrict c, int32_t *restrict fine,
                      const float *restrict g, const float *restrict d, const float *row, const int32_t *restrict counts,
-                     int64_t preconditioned, int64_t leaks, int64_t n)
+                     int64_t preconditioned, int64_t decay_in_update, int64_t n)
 {
     KEEP(k, row);
     EACH_LINE(i, n)
         LANES {
             float now = momentum(m[i + j], counted(g[i + j], k), k), u = now / d[i + j];
             float added = preconditioned ? u : now;
-            if (leaks)
-                added = leaking(added, x[i + j], d[i + j], k);
+            if (decay_in_update)
+                added = with_decay(added, x[i + j], d[i + j], k);
             added = c[i + j] + added;
             fine[i + j] = finite(added) & finite(u);
             int32_t takes = fine[i + j] & counts[i + j];
@@ -100,7 +100,7 @@ KERNEL(local_step)
                 denominators(d, now, at.k, step.EPS_INSIDE_SQRT, BLOCK_SIZE);
                 own_step_and_squares(m, v, x, c, fine, g, now, d, at.k, takes, BLOCK_SIZE);
             } else
-                own_step(m, x, c, fine, g, d, at.k, takes, step.PRECONDITION, step.LEAKS, BLOCK_SIZE);
+                own_step(m, x, c, fine, g, d, at.k, takes, step.PRECONDITION, step.DECAY_IN_UPDATE, BLOCK_SIZE);
             if (!(step.FOLLOWS && step.LAST))
                 store_user(at, x, b, NULL, live, row, BLOCK_SIZE);
         }

@@ -239,7 +239,7 @@ KERNEL(lamb_move)
     }
 }
 
-/* DeepSpeed's blend: sums of (m/denom)^2 and of (m/denom + wd*x)^2. */
+/* What r is blended by: sums of (m/denom)^2 and of (m/denom + wd*x)^2. */
 static void blend(struct place at, const float *restrict m, const float *restrict frozen, double *norms,
                   int64_t norms_stride, int64_t b, int64_t eps_inside, const uint8_t *live, int64_t row, int64_t n)
 {
@@ -258,7 +258,7 @@ static void blend(struct place at, const float *restrict m, const float *restric
 /* v and its largest ratio above 0, of a line of which `word` says what counts; 0/0 and inf/inf don't. */
 static inline void ratio_line(float *restrict v, const float *restrict frozen, float *restrict m, float *restrict last,
                               float *restrict most, int32_t word, const float *restrict k, int started,
-                              int64_t preconditioned, int64_t eps_inside, int64_t deepspeed)
+                              int64_t preconditioned, int64_t eps_inside, int64_t of_denominators)
 {
     float ratio[LINE];
     if (preconditioned)
@@ -272,7 +272,7 @@ static inline void ratio_line(float *restrict v, const float *restrict frozen, f
     else
         LANES v[j] = variance(frozen[j], rebuilt_gradient(m[j], v[j], k), k);
     LANES v[j] = word >> j & 1 ? v[j] : 0.0f;
-    if (deepspeed)
+    if (of_denominators)
         LANES ratio[j] = denominator(frozen[j], k, eps_inside) / denominator(v[j], k, eps_inside);
     else
         LANES ratio[j] = frozen[j] / v[j];
@@ -310,9 +310,9 @@ KERNEL(lamb_ratio)
             scaled(m + i, now_at + i / 8, plane, now_scale, TERNARY, LINE);
             scaled(last, last_at + i / 8, plane, before, TERNARY, LINE);
             if (inside)
-                ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 1, DEEPSPEED);
+                ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 1, OF_DENOMINATORS);
             else
-                ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 0, DEEPSPEED);
+                ratio_line(v + i, frozen + i, m + i, last, most, word, k, *started, PRECONDITIONED, 0, OF_DENOMINATORS);
         }
         ratios.largest[b] = largest_of(most);
         memcpy(last_at, now_at, BLOCK_SIZE / 8);
@@ -343,7 +343,7 @@ KERNEL(lamb_rescale)
         double r = most;
         if (norms)
             r = blended(r, norm_of_layer(norms, first, behind), norm_of_layer(norms + norms_stride, first, behind));
-        struct rescaled now = rescaled(limited(r, last, k, DEEPSPEED), most, last, layers[AVERAGE * tensors + t]);
+        struct rescaled now = rescaled(limited(r, last, k, RANGE_FIRST), most, last, layers[AVERAGE * tensors + t]);
         struct layer_step step = layer_step(now.x1, k);
         layers[RATIO * tensors + t] = now.x0;
         layers[COEFFICIENT * tensors + t] = now.x1;
