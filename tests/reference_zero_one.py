@@ -42,7 +42,7 @@ def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: Way, hold: int) -
 
     Where it follows, v is made first, and c is what parameters lack; in the last step x stays.
     """
-    moves, last, leaks, precondition, follows = way
+    moves, last, decay_in_update, precondition, follows = way
     v, g = wide(p.exp_avg_sq), np.where(p.live, p.flat(p.grads), 0.0)
     squares = v
     if follows:
@@ -55,8 +55,8 @@ def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: Way, hold: int) -
     if moves:
         with np.errstate(invalid="ignore"):
             new, new_size = blend(beta1, m, p.column(Coef.ONE_MINUS_BETA1), g)
-            leaked = p.column(Coef.WEIGHT_DECAY) * x * d if leaks else np.zeros_like(x)
-            summed, u, u_size = c + new / unit + leaked, new / d, p.column(Coef.STEP_SIZE) * new_size / d
+            decays = p.column(Coef.WEIGHT_DECAY) * x * d if decay_in_update else np.zeros_like(x)
+            summed, u, u_size = c + new / unit + decays, new / d, p.column(Coef.STEP_SIZE) * new_size / d
             if follows:
                 summed = p.column(Coef.DECAY) * c + p.column(Coef.STEP_SIZE) * u
         lost = ~fits(summed, u, squares) | ~(np.abs(p.flat(p.grads)) <= p.column(Coef.GRAD_LIMIT))
@@ -66,7 +66,7 @@ def local_step(p: Problem, exp_avg: Tensor, inside: bool, way: Way, hold: int) -
         x = np.where(went, p.column(Coef.DECAY) * x - p.column(Coef.STEP_SIZE) * np.where(good, u, 0.0), x)
         m, m_size = np.where(good, new, m), np.where(good, new_size, m_size)
         c, v = np.where(good, summed, c), np.where(good, squares, v)
-        size = size + (u_size if follows else np.where(good, new_size / unit + np.abs(leaked), 0.0))
+        size = size + (u_size if follows else np.where(good, new_size / unit + np.abs(decays), 0.0))
     if last and not follows:
         total = c + beta1 * m / unit
         lost, c = lost | ~fits(total), np.where(fits(total), total, c)

@@ -39,9 +39,9 @@ import yaml
 from launched import launched
 
 from fusedonebit.apps import cli
-from fusedonebit.apps.migrate.deepspeed_config import Config, Fate
-from fusedonebit.apps.migrate.translate import translate
 from fusedonebit.apps.train import launch
+from fusedonebit.deepspeed.migrate.deepspeed_config import Config, Fate
+from fusedonebit.deepspeed.migrate.translate import translate
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -26,7 +26,7 @@ LEFT_BEHIND = shutil.ignore_patterns(
 ALL = """
 import fusedonebit.comm.mpi, fusedonebit.triton_kernels.native
 from fusedonebit.apps import cli
-import fusedonebit.apps.migrate.translate, fusedonebit.apps.train.run
+import fusedonebit.deepspeed.migrate.translate, fusedonebit.apps.train.run
 import fusedonebit.apps.plan.costs, fusedonebit.apps.report.page
 from fusedonebit.triton_kernels import native
 assert native.KERNELS

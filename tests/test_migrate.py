@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 import fusedonebit
 from benchmarks import deepspeed_peer
 from fusedonebit.apps.cli import main
-from fusedonebit.apps.migrate.calls import LAMB
-from fusedonebit.apps.migrate.deepspeed_config import Config, Fate
-from fusedonebit.apps.migrate.translate import translate
 from fusedonebit.deepspeed import schedule
+from fusedonebit.deepspeed.migrate.calls import LAMB
+from fusedonebit.deepspeed.migrate.deepspeed_config import Config, Fate
+from fusedonebit.deepspeed.migrate.translate import translate
 
 pytestmark = pytest.mark.filterwarnings("ignore:step.. found no gradient")  # of schedules alone
 

@@ -23,17 +23,17 @@ WAYS: list[Way] = [
     (True, False, False, True, True),
     (True, True, False, True, True),
 ]
-"""Of calling ``local_step``: moves, last, leaks, precondition, follows."""
+"""Of calling ``local_step``: moves, last, decay_in_update, precondition, follows."""
 
 
 def local_step_arguments(p: Problem, way: Way, inside: bool = False, hold: int = 0, begins: bool = False) -> Any:
-    moves, last, leaks, precondition, follows = way
+    moves, last, decay_in_update, precondition, follows = way
     exp_avg = p.normal(p.layout.numel)
     anchor = torch.full((p.layout.numel,), torch.nan) if begins and moves else None
     return arguments_of(
         "local_step",
         *(p.params, p.grads, p.places, exp_avg, p.exp_avg_sq, p.compensated, p.worker_scale, p.coef),
-        LocalStep(inside, precondition, moves, last, leaks, follows),
+        LocalStep(inside, precondition, moves, last, decay_in_update, follows),
         *(torch.tensor([hold], dtype=torch.int32), anchor, torch.zeros(1, dtype=torch.int32)),
     )
 

@@ -216,7 +216,8 @@ class BatchedRounds(BitRounds):
             for _, exp_avg, _ in self.others:
                 exp_avg.copy_(moments.exp_avg)
         anchor = self.keeps_in(moves, last)
-        step = LocalStep(self.bits.floored, self.options.numerics.precondition, moves, last, self.leaks, self.owns)
+        how = self.decay_in_update, self.owns
+        step = LocalStep(self.bits.floored, self.options.numerics.precondition, moves, last, *how)
         hold = self.reducer.verdict.none if hold is None else hold
         for rank, (params, exp_avg, v) in zip(self.ranks, [mine, *self.others], strict=True):
             worker = rank.worker

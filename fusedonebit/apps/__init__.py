@@ -1,1 +1,1 @@
-"""Applications: train, lab, plan, migrate and report. They import what is public, and nothing imports them."""
+"""Applications: train, plan and report, and the command line. They import what is public, and nothing imports them."""

@@ -23,6 +23,8 @@ COMMANDS = {
 """Help by name. Each has a folder, which may be missing, whose module ``<name>_command`` has ``DESCRIPTION``,
 ``add_arguments(parser)`` and ``run(arguments)``; the last may raise ``InputError``."""
 
+FOLDERS = {name: f"apps.{name}" for name in COMMANDS} | {"migrate": "deepspeed.migrate"}
+"""Where they are in the package."""
 
 FIRST = """
 a first thing to try, 2 minutes on 2 cores: AdamW and 1-bit Adam on two processes, then a page of both
@@ -44,20 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, the only one that is imported; return the exit code: 2 for bad input, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     chosen = next((argument for argument in argv if not argument.startswith("-")), "")
-    if chosen in COMMANDS and not installed(chosen):
-        print(f"fusedonebit {chosen} is not installed: fusedonebit/apps/{chosen} is missing", file=sys.stderr)
+    if chosen in COMMANDS and not installed(FOLDERS[chosen]):
+        folder = FOLDERS[chosen].replace(".", "/")
+        print(f"fusedonebit {chosen} is not installed: fusedonebit/{folder} is missing", file=sys.stderr)
         return USAGE_ERROR
     parser = argparse.ArgumentParser(prog="fusedonebit", description="1-bit optimizers for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
     commands = parser.add_subparsers(dest="command", required=bool(argv))
-    for name in filter(installed, COMMANDS):
+    there = [name for name in COMMANDS if installed(FOLDERS[name])]
+    for name in there:
         of_command = commands.add_parser(name, help=COMMANDS[name], formatter_class=Defaults)
         if name == chosen:
-            command = importlib.import_module(f".{name}.{name}_command", __package__)
+            command = importlib.import_module(f"fusedonebit.{FOLDERS[name]}.{name}_command")
             of_command.description = command.DESCRIPTION
             command.add_arguments(of_command)
     if not argv:
-        print(parser.format_help() + (FIRST if installed("train") and installed("report") else ""), end="")
+        print(parser.format_help() + (FIRST if {"train", "report"} <= {*there} else ""), end="")
         return 0
     arguments = parser.parse_args(argv)
     return exit_code(lambda: command.run(arguments))

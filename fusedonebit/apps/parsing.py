@@ -25,8 +25,11 @@ def need(*modules: str) -> None:
 
 
 def installed(application: str) -> bool:
-    """Tell whether this application's folder is there, with its files; imports nothing of it."""
-    found = find_spec(f"{__package__}.{application}")
+    """Tell whether this folder of the package is there, with its files; imports nothing of it."""
+    try:
+        found = find_spec(f"fusedonebit.{application}")
+    except ModuleNotFoundError:  # the folder that it would be in
+        return False
     return found is not None and found.has_location  # an empty folder is a namespace, which has none
 
 

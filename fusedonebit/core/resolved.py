@@ -113,6 +113,7 @@ class Options:
                 if (given is not None or usual is not None) and field.name not in HANDED_ON:
                     said[field.name] = given
             target = kinds[argument]
+            target = type(value) if isinstance(value, target) else target  # one of a subclass stays one
             resolved[argument] = target(**{name: said[name] for name in names_of(target) & said.keys()})
         return cls(**{**arguments, **resolved})
 

@@ -57,12 +57,11 @@ class Numerics:
 
     Args:
         scale_norm: Formula for the scale of c. ``"l1"``: l1 = mean |c|, to reproduce 1-bit Adam's paper. ``"l2"``: l2 =
-            sqrt(mean c^2), to reproduce DeepSpeed; the residual can be larger than c. ``"contractive"``: min(l2, 1.9
-            l1); the residual is always smaller than c. ``"relaxed"``: min(1.3 l2, 1.9 l1); also always smaller, and
-            sent sooner, but steps are up to 1.3 times as long where ranks agree. With a shared v the first
-            0.25/(1-beta2) steps after the warm-up use ``"contractive"`` instead. None: ``"relaxed"`` with a shared v
-            and for ``ZeroOneAdam`` without a ``variance_policy``, else ``"contractive"``. For ``OneBitAdam``,
-            ``OneBitLamb``, ``ZeroOneAdam``.
+            sqrt(mean c^2); the residual can be larger than c. ``"contractive"``: min(l2, 1.9 l1); the residual is
+            always smaller than c. ``"relaxed"``: min(1.3 l2, 1.9 l1); also always smaller, and sent sooner, but steps
+            are up to 1.3 times as long where ranks agree. With a shared v the first 0.25/(1-beta2) steps after the
+            warm-up use ``"contractive"`` instead. None: ``"relaxed"`` with a shared v and for ``ZeroOneAdam`` without a
+            ``variance_policy``, else ``"contractive"``. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
         scale_scope: Which elements share a scale. ``"block"``: up to 4096 elements of a tensor; 0.8 % more bytes.
             ``"layer"``: a tensor. ``"bucket"``: one of ``Wire(buckets=...)``; not for ``ZeroOneAdam``. ``"global"``:
             all, to reproduce the papers; needs a single bucket. None: ``"block"``. For ``OneBitAdam``, ``OneBitLamb``,
@@ -76,8 +75,8 @@ class Numerics:
             all ranks stay 0, and scales count only the others. Default: False. Use it if many gradients are exactly
             zero; it doubles the bytes sent. For ``OneBitAdam``, ``OneBitLamb``.
         serve_alone: On a single rank, compress twice, with two residuals. Several ranks, or a ``hierarchy``, always do:
-            the second time each rank compresses its part of the average, as a *server*. None: False, but True in
-            DeepSpeed's presets. Use True to reproduce DeepSpeed's runs bit for bit. It costs five device operations a
+            the second time each rank compresses its part of the average, as a *server*. None: False. Use True to
+            reproduce, bit for bit, runs of a program that does so on a single rank. It costs five device operations a
             step, and 4 bytes per parameter. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
         variance_floor: Lower bound of v after the warm-up, as a fraction, in [0, 1), of its tensor's mean v. None: 0.1
             with a shared v, 0.01 with a frozen one, 0 for ``OneBitAdam`` with ``precondition=False``. Raise it if

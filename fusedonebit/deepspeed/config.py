@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from .. import Faults, Layerwise, Numerics, OneBitAdam, OneBitLamb, ZeroOneAdam
 from ..core.settings import FAULTS, NUMERICS, Params, Ranks
 from .intervals import DeepSpeedRounds, DeepSpeedVariance
-from .numerics import DeepSpeedZeroOneAdam
+from .numerics import DeepSpeedLayerwise, DeepSpeedZeroOneAdam
 
 _TRANSPORT_KEYS = ("cuda_aware", "comm_backend_name")
 """How DeepSpeed moved bytes; here the process group says that."""
@@ -43,16 +43,6 @@ NUMERICS_OF_ALL = Numerics(
 NUMERICS_OF_TWO_STAGES = replace(NUMERICS_OF_ALL, dead_coordinates="keep")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedLayerwise(Layerwise):
-    """DeepSpeed's LAMB: a ratio of roots, blended with the share of the weight decay and clipped the other way round.
-
-    Coefficients of 1 are left out of the average: a layer that had no other stands still after the freeze.
-    """
-
-    variant: str = "deepspeed"
-
-
 @overload
 def from_config(
     params: Params, config: Mapping[str, Any], process_group: Ranks = ..., *, kind: type[_Optimizer], **options: Any
@@ -75,13 +65,13 @@ def from_config(
 ) -> Any:
     """Make the optimizer that a DeepSpeed config describes, with DeepSpeed 0.19.6's numerics.
 
-    Those are: l2 scales over everything and no bias correction. Of two stages also: coordinates with v == 0 are
-    left as they are, and ``freeze_step`` F means F - 1 uncompressed updates: DeepSpeed's first ``step()`` only
-    sets up its buffers and drops the gradient, but is counted. Ours drops none. Of LAMB also: a ratio of roots,
-    blended with the share of the weight decay and clipped the other way round. Of 0/1 Adam: intervals count steps,
-    that first one included; gradients are compressed until the variance is frozen, and weight decay is part of what
-    is summed and of the rebuilt momentum. Where learning rates change the residuals follow them; those of DeepSpeed's
-    0/1 Adam do not.
+    Those are: l2 scales over everything, a server on one rank alone too, and no bias correction. Of two stages also:
+    coordinates with v == 0 are left as they are, and ``freeze_step`` F means F - 1 uncompressed updates: DeepSpeed's
+    first ``step()`` only sets up its buffers and drops the gradient, but is counted. Ours drops none. Of LAMB also: a
+    ratio of roots, blended with the share of the weight decay and clipped the other way round. Of 0/1 Adam: intervals
+    count steps, that first one included; gradients are compressed until the variance is frozen, and weight decay is
+    part of what is summed and of the rebuilt momentum. Where learning rates change the residuals follow them; those of
+    DeepSpeed's 0/1 Adam do not.
 
     Args:
         params: As for the constructor; per-group settings override the config's.

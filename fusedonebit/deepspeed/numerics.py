@@ -1,12 +1,9 @@
-"""0/1 Adam with DeepSpeed 0.19.6's numerics, which are not quite the paper's; to reproduce, not to be fast.
-
-Until the variance is frozen what travels in one bit is not the momentum but the gradient, in every step in which
-the variance is not renewed. And then weight decay is part of what workers add up, so of the rebuilt momentum.
-"""
+"""1-bit LAMB and 0/1 Adam with DeepSpeed 0.19.6's formulas, not quite the papers'; to reproduce, not to be fast."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -15,23 +12,61 @@ from ..comm import StepContext
 from ..core.frame import Frame
 from ..core.header import FLAG, Field, Fields
 from ..core.scaling import Agreed
+from ..core.settings import Layerwise
 from ..optim.bit_rounds import DECAY, STEP_SIZE
+from ..optim.compressed_lamb import PaperLamb
+from ..optim.lamb import LambUpdate
 from ..optim.local_adam import LocalAdam
 from ..optim.moments import AdamUpdate
+from ..optim.onebit_lamb import parts_of
 from ..optim.shared_rounds import SharedRounds
 from ..optim.zero_one import ZeroOneAdam
 from ..triton_kernels import LARGEST_GRADIENT, Coef
 from .intervals import DeepSpeedVariance
 
 
-class DeepSpeedRounds(SharedRounds):
-    """Rounds of bits by DeepSpeed's formulas."""
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedLayerwise(Layerwise):
+    """DeepSpeed's LAMB: a ratio of roots, blended with the share of the weight decay and clipped the other way round.
+
+    Coefficients of 1 are left out of the average: a layer that had no other stands still after the freeze.
+    """
+
+    variant: ClassVar[str] = "deepspeed"
+
+
+class DeepSpeedLambUpdate(LambUpdate):
+    """Makes DeepSpeed's averages of coefficients."""
+
+    skips_ones = True
+
+    def drop_room(self) -> None:
+        """Keep ``norms``, with which the compression stage blends its ratios."""
+
+
+class DeepSpeedLamb(PaperLamb):
+    """Makes DeepSpeed's ratios."""
+
+    of_denominators = range_first = blends = True
+    without_average = f"{PaperLamb.without_average}, or DeepSpeed's numerics left it out where it was 1"
+
+
+parts_of.register(DeepSpeedLayerwise, lambda _: (DeepSpeedLambUpdate, DeepSpeedLamb))
+
+
+class DeepSpeedBitRounds(SharedRounds):
+    """Rounds of bits by DeepSpeed's formulas.
+
+    Until the variance is frozen what travels in one bit is not the momentum but the gradient, in every step in which
+    the variance is not renewed. And then weight decay is part of what workers add up, so of the rebuilt momentum.
+    """
 
     _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
     """Coefficients with which Adam's update leaves the variance as it is."""
 
-    leaks: ClassVar = True
+    decay_in_update: ClassVar = True
     renews = False
+    ends_next = False  # what all have added up is compressed apart from the last step
     header_fields: ClassVar[Fields] = {**SharedRounds.header_fields, "was_frozen": Field(FLAG, False)}
 
     def __init__(self, **of_rounds: Any) -> None:
@@ -92,6 +127,8 @@ class DeepSpeedRounds(SharedRounds):
         plain, nothing = self.reducer.plain_coefficients(), [self.frame.nothing] * len(grads)
         context = context._replace(hold=None, pending=self.pending)
         self.exchange.synchronise(lambda part: part.compress(nothing, plain), context, coef)
+        if steps == 1:  # it has moved the parameters, as those of longer rounds have
+            self.go_back()
         self.apply(coef, None)
 
     def sum_up(self, coef: Tensor) -> None:
@@ -116,7 +153,7 @@ class DeepSpeedRounds(SharedRounds):
 class DeepSpeedLocalAdam(LocalAdam):
     """0/1 Adam by DeepSpeed's formulas."""
 
-    rounds: DeepSpeedRounds
+    rounds: DeepSpeedBitRounds
 
     @classmethod
     def check(cls, frame: Frame) -> None:
@@ -124,9 +161,9 @@ class DeepSpeedLocalAdam(LocalAdam):
         if not isinstance(policy := getattr(frame.options, "variance_policy", None), DeepSpeedVariance):
             raise ValueError(f"variance_policy must be a DeepSpeedVariance with DeepSpeed's numerics, got {policy!r}")
 
-    def make_rounds(self, of_rounds: dict[str, Any]) -> DeepSpeedRounds:
+    def make_rounds(self, of_rounds: dict[str, Any]) -> DeepSpeedBitRounds:
         self.bits.waits = False
-        return DeepSpeedRounds(**of_rounds)
+        return DeepSpeedBitRounds(**of_rounds)
 
     def enter_stage(self) -> bool:
         changed = super().enter_stage()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any, Literal
 
 from torch import Tensor
@@ -97,9 +98,8 @@ class OneBitAdam(DistributedOptimizer):
         cls, params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
     ) -> OneBitAdam:
         """Make the optimizer that a DeepSpeed config describes; see ``fusedonebit.deepspeed.from_config``."""
-        from ..deepspeed import from_config  # here, as it imports this module
-
-        return from_config(params, config, process_group, kind=cls, **options)
+        make: Callable[..., OneBitAdam] = import_module("fusedonebit.deepspeed").from_config  # it imports this module
+        return make(params, config, process_group, kind=cls, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""

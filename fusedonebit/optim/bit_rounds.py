@@ -46,8 +46,8 @@ class BitRounds(Stage):
         lost: Local steps of the round that were none, as the scaler has found an inf: float32 [1].
     """
 
-    leaks: ClassVar = False
-    """Whether weight decay is part of what workers add up, and each step's update is compressed apart."""
+    decay_in_update: ClassVar = False
+    """Whether weight decay is part of what workers add up."""
 
     owns: ClassVar = False
     """Whether each worker has a variance of its own."""
@@ -130,7 +130,7 @@ class BitRounds(Stage):
         whose = (self.frame.parameters.dense, grads, self.frame.places, moments.exp_avg, moments.exp_avg_sq)
         hold, anchor = self.reducer.verdict.none if hold is None else hold, self.keeps_in(moves, last)
         precondition = self.options.numerics.precondition
-        step = LocalStep(self.bits.floored, precondition, moves, last, self.leaks, self.owns)
+        step = LocalStep(self.bits.floored, precondition, moves, last, self.decay_in_update, self.owns)
         local_step(*whose, worker.compensated, worker.scale, coef, step, hold, anchor, self.pending)
 
     def keeps_in(self, moves: bool, last: bool) -> Tensor | None:

@@ -54,8 +54,7 @@ class CompressedLamb(Compressed):
         self.layers, self.warm_update = layers, update
 
     def take_over(self, averages: Averages) -> None:
-        if not self.options.deepspeed:
-            self.warm_update.drop_room()
+        self.warm_update.drop_room()
 
     def leave(self) -> None:
         super().leave()
@@ -70,7 +69,7 @@ class CompressedLamb(Compressed):
 
     def resume(self, header: Mapping[str, Any]) -> None:
         self._unit_is_known = header.get("unit_is_known", False)
-        if header["phase"] == "compression" and not self.options.deepspeed:
+        if header["phase"] == "compression":
             self.warm_update.drop_room()
 
     def of_layers(self, by_block: Tensor) -> Tensor:
@@ -190,9 +189,18 @@ class PaperLamb(CompressedLamb):
     """1-bit LAMB's compression stage, Algorithm 1: momentum is compressed, the variance and c_avg are frozen.
 
     Without ``Layerwise(adaptive=True)`` it is the paper's "LAMB + basic 1-bit" (section 3.4): r stays 1.
+
+    Attributes:
+        of_denominators: Whether r is the ratio of denominators, not of variances.
+        range_first: Whether r's range is limited before its change.
+        blends: Whether r is blended with weight decay's share of the update.
+        without_average: Why a layer may have no average coefficient.
     """
 
     header_fields: ClassVar[Fields] = {**CompressedLamb.header_fields, "started": Field(FLAG, False)}
+
+    of_denominators = range_first = blends = False
+    without_average = "no LAMB update was made"
 
     def __init__(self, frame: Frame, *parts: Any) -> None:
         super().__init__(frame, *parts)
@@ -212,7 +220,7 @@ class PaperLamb(CompressedLamb):
         frame, skip, options, layers = self.frame, self.exchange.reducer.flags, self.options, self.layers
         backup = self._back_up() if options.ratios else None
         if options.ratios:
-            norms = self.warm_update.norms if options.deepspeed else None
+            norms = self.warm_update.norms if self.blends else None
             # Line 15: g, rebuilt from m_t and m_{t-1}; line 16: its variance; line 17: the largest v / that, by block.
             lamb_ratio(
                 *(frame.parameters.dense, frame.places),
@@ -222,7 +230,7 @@ class PaperLamb(CompressedLamb):
                 fresh=self._fresh,
                 started=self._started,
                 preconditioned=options.numerics.precondition,
-                deepspeed=options.deepspeed,
+                of_denominators=self.of_denominators,
                 coef=coef,
                 skip=skip,
                 ratios=Ratios(self._largest, norms),
@@ -231,7 +239,7 @@ class PaperLamb(CompressedLamb):
             norms = None if norms is None else layers.whole(norms)[0]
             # Line 17: r, the largest of a layer; lines 18 and 19: clipped, in change and in range; 20: c = r * c_avg.
             with layers.kept(layers.table):
-                lamb_rescale(largest, norms, start, skip, options.deepspeed, self._started, coef, layers.table)
+                lamb_rescale(largest, norms, start, skip, self.range_first, self._started, coef, layers.table)
         else:  # c = c_avg; rules.layer_step, but rounded at each operation
             average = layers.table[Layer.AVERAGE]
             coef[:, Coef.STEP_SIZE] *= average
@@ -258,9 +266,8 @@ class PaperLamb(CompressedLamb):
         super().check_what_freezes()
         if not self.layers.table[Layer.AVERAGE].any():
             raise RuntimeError(
-                "the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made, or "
-                "DeepSpeed's numerics left all out because they were 1. Set freeze_step above "
-                f"{self.frame.steps.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
+                f"the freeze needs averages of LAMB's coefficients, but all are 0: {self.without_average}. Set "
+                f"freeze_step above {self.frame.steps.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
 
     def take_over(self, averages: Averages) -> None:
@@ -302,7 +309,7 @@ class PaperLamb(CompressedLamb):
         if still:
             warn(
                 f"{len(still)} tensor(s) have no average coefficient and will not move from now on: "
-                f"{', '.join(still[:5])}; DeepSpeed's numerics leave coefficients of 1 out of it"
+                f"{', '.join(still[:5])}; {self.without_average}"
             )
         each = zip(frame.steps.of_each.tolist(), frame.parameters.group_of, strict=True)
         moved = [(n, frame.groups[g]) for n, g in each if n]

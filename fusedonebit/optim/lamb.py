@@ -107,14 +107,16 @@ class LambUpdate(Part):
         frame: Of the optimizer.
         moments: Which it updates.
         layers: Their coefficients.
-        deepspeed: Whether coefficients are made as DeepSpeed does.
 
     Attributes:
         norms: float64 [2, B], sums of x^2 and u^2 by block, of one step.
+        skips_ones: Whether coefficients of 1 stay out of their moving average.
     """
 
-    def __init__(self, frame: Frame, moments: MomentBuffers, layers: LambLayers, deepspeed: bool = False) -> None:
-        self._moments, self._layers, self._deepspeed = moments, layers, deepspeed
+    skips_ones = False
+
+    def __init__(self, frame: Frame, moments: MomentBuffers, layers: LambLayers) -> None:
+        self._moments, self._layers = moments, layers
         self.make_room()
 
     def make_room(self) -> None:
@@ -133,7 +135,7 @@ class LambUpdate(Part):
         lamb_update(dense, grads, frame.places, *moved, moments.squares, self.norms, *found)
         norms, start = layers.whole(self.norms)
         with layers.kept(layers.table):
-            lamb_coefficient(norms, start, skip, self._deepspeed, coef, layers.table)
+            lamb_coefficient(norms, start, skip, self.skips_ones, coef, layers.table)
         lamb_move(dense, frame.places, *moved, frame.rounding)
 
     def scratch(self) -> Sequence[Tensor]:

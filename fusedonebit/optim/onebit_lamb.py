@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import singledispatch
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from ..core.optimizer import DistributedOptimizer
-from ..core.settings import (
-    FAULTS,
-    LAYERWISE,
-    NUMERICS,
-    WIRE,
-    Faults,
-    Freeze,
-    Layerwise,
-    Numerics,
-    Params,
-    Ranks,
-    Wire,
-)
+from ..core.settings import FAULTS, LAYERWISE, NUMERICS, WIRE, Faults, Freeze, Layerwise, Numerics, Params, Ranks, Wire
 from ..triton_kernels import Coef
 from .averaging import Averaged
 from .compressed_lamb import FollowedLamb, PaperLamb
@@ -29,6 +19,12 @@ from .lamb import COLUMNS, LambLayers, LambUpdate
 from .onebit_lamb_options import OneBitLambOptions
 from .onebit_options import Variance
 from .two_stage import TwoStage
+
+
+@singledispatch
+def parts_of(layerwise: Layerwise) -> tuple[type[LambUpdate], type[PaperLamb]]:
+    """Return what updates in the warm-up, and the stage after a freeze; subclasses of ``Layerwise`` register theirs."""
+    return LambUpdate, PaperLamb
 
 
 class TwoStageLamb(TwoStage):
@@ -44,10 +40,10 @@ class TwoStageLamb(TwoStage):
     def make_stages(self) -> None:
         frame, options = self.frame, self.options
         layers = LambLayers(frame)
-        update = LambUpdate(frame, self.moments, layers, options.deepspeed)
-        kind = FollowedLamb if options.shares_variance else PaperLamb
-        self.compression = kind(frame, self.moments, self.warm_up, layers, update)
-        stage = self.compression
+        update_kind, frozen_kind = parts_of(options.layerwise)
+        update = update_kind(frame, self.moments, layers)
+        kind = FollowedLamb if options.shares_variance else frozen_kind
+        stage = self.compression = kind(frame, self.moments, self.warm_up, layers, update)
         self.averaged = Averaged(frame, update, beside=stage.exchange, table=stage.table)
 
 
@@ -127,9 +123,8 @@ class OneBitLamb(DistributedOptimizer):
         cls, params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
     ) -> OneBitLamb:
         """Make the optimizer that a DeepSpeed config describes; see ``fusedonebit.deepspeed.from_config``."""
-        from ..deepspeed import from_config  # here, as it imports this module
-
-        return from_config(params, config, process_group, kind=cls, **options)
+        make: Callable[..., OneBitLamb] = import_module("fusedonebit.deepspeed").from_config  # it imports this module
+        return make(params, config, process_group, kind=cls, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in this context only accumulate, where ``overlap=True``; the one after it sends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from ..core.resolved import names_of
 from ..core.settings import LAYERWISE, VARIANCE_FLOOR, Layerwise
@@ -17,20 +17,20 @@ RATIOS = ("r_min", "r_max", "r_threshold")
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitLambOptions(OneBitOptions):
-    """Settings of ``OneBitLamb``; ``variant`` is ``fusedonebit.deepspeed``'s."""
+    """Settings of ``OneBitLamb``; ``variant`` names the formulas of coefficients, for ranks and checkpoints."""
 
     layerwise: Layerwise
-    variant: Literal["paper", "deepspeed"]
+    variant: str
 
     objects: ClassVar[dict[str, Any]] = {**OneBitOptions.objects, "layerwise": Layerwise}
     usual: ClassVar[dict[str, Any]] = {"variance_floor": VARIANCE_FLOOR}
-    takes: ClassVar[frozenset[str]] = (OneBitOptions.takes - {"state"}) | names_of(Layerwise) | {"variant"}
+    takes: ClassVar[frozenset[str]] = (OneBitOptions.takes - {"state"}) | names_of(Layerwise)
     grouped: ClassVar[tuple[str, ...]] = (*LambOptions.grouped, *RATIOS)
     recorded: ClassVar[tuple[str, ...]] = (*(name for name in OneBitOptions.recorded if name != "state"), "variant")
 
     @classmethod
     def of(cls, optimizer: str, arguments: Mapping[str, Any]) -> OneBitLambOptions:
-        """Settle the arguments, of which DeepSpeed's ``layerwise`` also says the variant."""
+        """Settle the arguments; a subclass of ``Layerwise`` says its ``variant``, the papers' says none."""
         return super().of(optimizer, {**arguments, "variant": getattr(arguments["layerwise"], "variant", "paper")})
 
     @property
@@ -42,11 +42,6 @@ class OneBitLambOptions(OneBitOptions):
     def algorithm(self) -> str:
         """Name which of the paper's two it is, as checkpoints do."""
         return "adaptive" if self.layerwise.adaptive else "frozen"
-
-    @property
-    def deepspeed(self) -> bool:
-        """Tell whether coefficients are made as DeepSpeed does."""
-        return self.variant == "deepspeed"
 
     @property
     def scales_momentum(self) -> bool:
@@ -66,8 +61,8 @@ class OneBitLambOptions(OneBitOptions):
             )
         if self.shares_variance and self.variant != "paper":
             raise ValueError(
-                f"layerwise must be a Layerwise with {of}, got DeepSpeedLayerwise, whose variance is frozen; or pass "
-                "freeze_step"
+                f"layerwise must be a Layerwise with {of}, got {type(self.layerwise).__name__}, whose variance is "
+                "frozen; or pass freeze_step"
             )
         if self.shares_variance and not self.layerwise.adaptive:
             raise ValueError(

@@ -24,6 +24,11 @@ class SharedRounds(BitRounds):
         """Tell whether launches of the coming step renew the table of coefficients on their way."""
         return not self.plan.alone or (self.round.local == 0 and not self.bits.as_floats)
 
+    @property
+    def ends_next(self) -> bool:
+        """Tell whether the next step ends the round, with whose gradient this step's momentum is compressed."""
+        return self.round.local == self.plan.round.steps - 2
+
     def table(self) -> Tensor:
         return self.bits.table(renews=False)
 
@@ -32,7 +37,7 @@ class SharedRounds(BitRounds):
 
     def step_alone(self, grads: Sequence[Tensor], agreed: Agreed, coef: Tensor) -> None:
         frame = self.frame
-        scaled, last = agreed.coef, self.round.local == self.plan.round.steps - 2 and not self.leaks
+        scaled, last = agreed.coef, self.ends_next
         if not frame.missing:
             self.add(grads, scaled, agreed.hold, moves=True, last=last)
         else:
@@ -64,7 +69,7 @@ class SharedRounds(BitRounds):
         ``coef`` has the mean step size and the product of the decays.
         """
         frame, steps = self.frame, self.plan.round.steps
-        if steps > 1 or self.leaks:
+        if steps > 1:
             self.go_back()
         divisor = Divisor(self.moments.exp_avg_sq, None, self.bits.floored)
         self.exchange.apply(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -95,9 +96,8 @@ class ZeroOneAdam(DistributedOptimizer):
         cls, params: Params, config: Mapping[str, Any], process_group: Ranks = None, **options: Any
     ) -> ZeroOneAdam:
         """Make the optimizer that a DeepSpeed config describes; see ``fusedonebit.deepspeed.from_config``."""
-        from ..deepspeed import from_config  # here, as it imports this module
-
-        return from_config(params, config, process_group, kind=cls, **options)
+        make: Callable[..., ZeroOneAdam] = import_module("fusedonebit.deepspeed").from_config  # it imports this module
+        return make(params, config, process_group, kind=cls, **options)
 
     def worker_error(self, param: Tensor) -> Tensor:
         """Return this rank's residual of one parameter, and its updates of this round; in units of the update, float32.

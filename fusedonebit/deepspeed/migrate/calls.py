@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...deepspeed import DeepSpeedRounds, DeepSpeedVariance
-from ...deepspeed.config import LAMB_KEYS
+from ..config import LAMB_KEYS
+from ..intervals import DeepSpeedRounds, DeepSpeedVariance
 from .deepspeed_config import Config
 
 PARAMS = "optimizer.params."

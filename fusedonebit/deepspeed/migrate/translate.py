@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ...deepspeed import from_config, schedules
-from ..parsing import InputError
+from ...apps.parsing import InputError
+from .. import schedules
+from ..config import from_config
 from . import calls, reasons
 from .calls import COMMON, LAMB, PARAMS
 from .deepspeed_config import AUTO, Config
@@ -139,9 +140,11 @@ def _constructed(config: Config, name: str, given: Mapping[str, Any], more: Mapp
     clips = "max_grad_norm" in more and not config.is_filled_in(CLIPPING)
     clipping = {"max_grad_norm": config.get(CLIPPING, 0) or config.get(PARAMS + "max_grad_norm")} if clips else {}
     try:
-        return from_config([torch.nn.Parameter(torch.zeros(8))], {"type": name, "params": given}, **clipping)
+        params = [torch.nn.Parameter(torch.zeros(8))]
+        made: torch.optim.Optimizer = from_config(params, {"type": name, "params": given}, **clipping)
     except (ArithmeticError, TypeError, ValueError) as error:
         raise InputError(f"{config.name}: optimizer: {_first_line(error)}") from error
+    return made
 
 
 def _is_spoken_of(config: Config, path: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..parsing import InputError, printable
+from ...apps.parsing import InputError, printable
 
 AUTO = "auto"
 DEEPEST = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..parsing import printable
+from ...apps.parsing import printable
 from .deepspeed_config import Fate
 
 UNKNOWN_KEYS = 1

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..parsing import InputError, printable
+from ...apps.parsing import InputError, printable
 from .deepspeed_config import Config
 
 LARGEST = 1 << 20

@@ -1,1 +1,0 @@
-"""What a DeepSpeed config becomes (``fusedonebit migrate``); ``fusedonebit.deepspeed`` does it."""
