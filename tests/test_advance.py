@@ -15,6 +15,7 @@ from optimizers import MAKE, construct, objects
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLion
 from fusedonebit.core.exchange import Exchange
+from fusedonebit.core.stage import Stage
 from fusedonebit.triton_kernels import Coef, Group, advance, apply_momentum, finish
 from fusedonebit.triton_kernels.nouns import NOT_COUNTED, Count
 from fusedonebit.triton_kernels.op import launches
@@ -252,7 +253,7 @@ def test_the_table_of_a_step_is_what_it_would_be_if_it_were_made_at_its_beginnin
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     compared, renewed, of_round = [], [], []
     algorithm, received = optimizer.algorithm, Exchange.take_verdict
-    stages = {algorithm.averaged, algorithm.compression} if hasattr(algorithm, "compression") else {algorithm.stage}
+    stages = {part for part in algorithm.all_parts if isinstance(part, Stage)}
     tables = {type(stage): type(stage).table for stage in stages}
 
     def compare(kept, made, but=()):
