@@ -47,6 +47,12 @@ def test_a_loss_scale_counts_where_it_is_set_and_not_afterwards():
     assert not any(map(torch.equal, params, before))
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_before_the_first_step_each_says_whether_it_averages_gradients(name):
+    averages = {"OneBitAdam", "OneBitLamb", "AdamW, ours", "Lamb", "ZeroOneAdam"}
+    assert MAKE[name](parameters(), lr=1e-2).averages_gradients == (name in averages)
+
+
 @pytest.mark.parametrize(
     ("kind", "wire"),
     [(OneBitAdam, Wire(overlap=True)), (AdamW, Wire(release_gradients=True))],
