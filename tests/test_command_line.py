@@ -74,7 +74,7 @@ JUNK = (
 def numeric_options() -> dict[str, argparse.Action]:
     """Those of all commands, by ``command option``."""
     found = {}
-    modules = {command: f"fusedonebit.{FOLDERS[command]}.{command}_command" for command in COMMANDS}
+    modules = {command: f"fusedonebit.{FOLDERS[command].replace('/', '.')}.{command}_command" for command in COMMANDS}
     modules["lab"] = lab.__name__
     for command, module in modules.items():
         parser = argparse.ArgumentParser()
@@ -323,6 +323,6 @@ def test_the_library_and_each_command_do_without_the_other_applications(absent, 
         (copy / "apps" / absent / "__pycache__").mkdir(parents=True)  # git leaves such folders behind
     others = [name for name in COMMANDS if name != absent]
     alone = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    program = [sys.executable, "-c", WITHOUT, absent, FOLDERS[absent].replace(".", "/"), *others]
+    program = [sys.executable, "-c", WITHOUT, absent, FOLDERS[absent], *others]
     result = subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr

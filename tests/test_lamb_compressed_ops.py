@@ -49,7 +49,7 @@ def check_lamb_ratio(
 
 def check_lamb_ratio_arguments(p: Problem, arguments: Any) -> None:
     _, places, (bits, scale), (last_bits, last_scale), (frozen, _, inside), fresh, started, *_ = arguments
-    preconditioned, deepspeed, block = arguments.preconditioned, arguments.deepspeed, places.block_size
+    preconditioned, deepspeed, block = arguments.preconditioned, arguments.of_denominators, places.block_size
     *_, (largest, norms) = arguments
     frozen64, held = wide(frozen), wide(fresh)
     per_unit = reference.denom(p, frozen64, inside) if preconditioned else None

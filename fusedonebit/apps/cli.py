@@ -23,7 +23,7 @@ COMMANDS = {
 """Help by name. Each has a folder, which may be missing, whose module ``<name>_command`` has ``DESCRIPTION``,
 ``add_arguments(parser)`` and ``run(arguments)``; the last may raise ``InputError``."""
 
-FOLDERS = {name: f"apps.{name}" for name in COMMANDS} | {"migrate": "deepspeed.migrate"}
+FOLDERS = {name: f"apps/{name}" for name in COMMANDS} | {"migrate": "deepspeed/migrate"}
 """Where they are in the package."""
 
 FIRST = """
@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     chosen = next((argument for argument in argv if not argument.startswith("-")), "")
     if chosen in COMMANDS and not installed(FOLDERS[chosen]):
-        folder = FOLDERS[chosen].replace(".", "/")
-        print(f"fusedonebit {chosen} is not installed: fusedonebit/{folder} is missing", file=sys.stderr)
+        print(f"fusedonebit {chosen} is not installed: fusedonebit/{FOLDERS[chosen]} is missing", file=sys.stderr)
         return USAGE_ERROR
     parser = argparse.ArgumentParser(prog="fusedonebit", description="1-bit optimizers for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fusedonebit {__version__}")
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in there:
         of_command = commands.add_parser(name, help=COMMANDS[name], formatter_class=Defaults)
         if name == chosen:
-            command = importlib.import_module(f"fusedonebit.{FOLDERS[name]}.{name}_command")
+            command = importlib.import_module(f"fusedonebit.{FOLDERS[name].replace('/', '.')}.{name}_command")
             of_command.description = command.DESCRIPTION
             command.add_arguments(of_command)
     if not argv:

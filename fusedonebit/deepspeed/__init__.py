@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepSpeedRounds", "DeepSpeedVariance", "Taken", "from_config", "load_deepspeed", "schedule"]
 
-_HOMES = {
-    **dict.fromkeys(("DeepSpeedRounds", "DeepSpeedVariance"), "intervals"),
-    **dict.fromkeys(("Taken", "load_deepspeed"), "checkpoints"),
-    "from_config": "config",
-    "schedule": "schedules",
-}
+_HOMES = {"DeepSpeedRounds": "intervals", "DeepSpeedVariance": "intervals", "Taken": "checkpoints"}
+_HOMES |= {"from_config": "config", "load_deepspeed": "checkpoints", "schedule": "schedules"}
 
 
 def __getattr__(name: str) -> Any:

@@ -48,7 +48,6 @@ class DeepSpeedLamb(PaperLamb):
     """Makes DeepSpeed's ratios."""
 
     of_denominators = range_first = blends = True
-    without_average = f"{PaperLamb.without_average}, or DeepSpeed's numerics left it out where it was 1"
 
 
 parts_of.register(DeepSpeedLayerwise, lambda _: (DeepSpeedLambUpdate, DeepSpeedLamb))
@@ -60,9 +59,6 @@ class DeepSpeedBitRounds(SharedRounds):
     Until the variance is frozen what travels in one bit is not the momentum but the gradient, in every step in which
     the variance is not renewed. And then weight decay is part of what workers add up, so of the rebuilt momentum.
     """
-
-    _stays: ClassVar = {Coef.BETA2: 1.0, Coef.ONE_MINUS_BETA2: 0.0}
-    """Coefficients with which Adam's update leaves the variance as it is."""
 
     decay_in_update: ClassVar = True
     renews = False
@@ -144,8 +140,7 @@ class DeepSpeedBitRounds(SharedRounds):
         if frame.absent is not None:
             reducer.scale.masked_fill_(frame.absent[frame.places.block_tensor], 0.0)
         self.bits.rebuild(self.anchor, coef)
-        for column, value in self._stays.items():
-            coef[:, column] = value
+        coef[:, Coef.BETA2], coef[:, Coef.ONE_MINUS_BETA2] = 1.0, 0.0  # leaves the variance as it is
         self._update(frame.layout.cut(self.anchor), frame.coefficients.still(coef, frame.absent), reducer.flags)
         self.plan.end_round()
 

@@ -194,13 +194,11 @@ class PaperLamb(CompressedLamb):
         of_denominators: Whether r is the ratio of denominators, not of variances.
         range_first: Whether r's range is limited before its change.
         blends: Whether r is blended with weight decay's share of the update.
-        without_average: Why a layer may have no average coefficient.
     """
 
     header_fields: ClassVar[Fields] = {**CompressedLamb.header_fields, "started": Field(FLAG, False)}
 
     of_denominators = range_first = blends = False
-    without_average = "no LAMB update was made"
 
     def __init__(self, frame: Frame, *parts: Any) -> None:
         super().__init__(frame, *parts)
@@ -265,8 +263,9 @@ class PaperLamb(CompressedLamb):
     def check_what_freezes(self) -> None:
         super().check_what_freezes()
         if not self.layers.table[Layer.AVERAGE].any():
+            ones = ", or all were 1 and left out" if self.warm_update.skips_ones else ""
             raise RuntimeError(
-                f"the freeze needs averages of LAMB's coefficients, but all are 0: {self.without_average}. Set "
+                f"the freeze needs averages of LAMB's coefficients, but all are 0: no LAMB update was made{ones}. Set "
                 f"freeze_step above {self.frame.steps.outcomes.updates}, or load a checkpoint of Lamb or OneBitLamb"
             )
 
@@ -309,7 +308,7 @@ class PaperLamb(CompressedLamb):
         if still:
             warn(
                 f"{len(still)} tensor(s) have no average coefficient and will not move from now on: "
-                f"{', '.join(still[:5])}; {self.without_average}"
+                f"{', '.join(still[:5])}{'; coefficients of 1 are left out' if self.warm_update.skips_ones else ''}"
             )
         each = zip(frame.steps.of_each.tolist(), frame.parameters.group_of, strict=True)
         moved = [(n, frame.groups[g]) for n, g in each if n]

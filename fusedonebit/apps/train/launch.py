@@ -55,7 +55,7 @@ def report(job: Job) -> None:
     print(f"wrote {', '.join(map(str, [job.metrics, *_pictures(job, records)]))}")
     if absent := missing("matplotlib"):
         print(f"pictures need {absent}")
-    if installed("apps.report"):
+    if installed("apps/report"):
         print(f"look at it: fusedonebit report {shlex.quote(job.out)}")
 
 

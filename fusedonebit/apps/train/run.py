@@ -240,7 +240,7 @@ def check(job: Job, world_size: int) -> None:
     Raises:
         InputError: with one line that says what is wrong.
     """
-    if job.topology == "auto" and not installed("apps.plan"):
+    if job.topology == "auto" and not installed("apps/plan"):
         raise InputError("--topology auto needs fusedonebit plan, which is not installed")
     in_rounds = [name for name in job.optimizers if name in AGREE_IN_ROUNDS]
     if job.local_steps > 1 and in_rounds:

@@ -135,16 +135,14 @@ def _clipping(config: Config) -> dict[str, str]:
     return {"max_grad_norm": text}
 
 
-def _constructed(config: Config, name: str, given: Mapping[str, Any], more: Mapping[str, str]) -> torch.optim.Optimizer:
+def _constructed(config: Config, name: str, given: Mapping[str, Any], more: Mapping[str, str]) -> Any:
     """Make the optimizer of DeepSpeed's block, which checks every value in it."""
     clips = "max_grad_norm" in more and not config.is_filled_in(CLIPPING)
     clipping = {"max_grad_norm": config.get(CLIPPING, 0) or config.get(PARAMS + "max_grad_norm")} if clips else {}
     try:
-        params = [torch.nn.Parameter(torch.zeros(8))]
-        made: torch.optim.Optimizer = from_config(params, {"type": name, "params": given}, **clipping)
+        return from_config([torch.nn.Parameter(torch.zeros(8))], {"type": name, "params": given}, **clipping)
     except (ArithmeticError, TypeError, ValueError) as error:
         raise InputError(f"{config.name}: optimizer: {_first_line(error)}") from error
-    return made
 
 
 def _is_spoken_of(config: Config, path: str) -> bool:
