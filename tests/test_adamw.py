@@ -70,7 +70,7 @@ def test_clipping_is_torchs():
     assert both(lambda p: AdamW(p, 1e-2, max_grad_norm=0.7), lambda p: torch.optim.AdamW(p, 1e-2), clip) < 2e-6
 
 
-def test_parameters_of_16_bits_are_torchs_to_a_rounding_each_step():
+def test_16_bit_parameters_are_torchs_to_a_rounding_each_step():
     mine, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
     optimizer, other = AdamW(mine, 1e-2), torch.optim.AdamW(theirs, 1e-2)
     for step in range(3):
@@ -107,7 +107,7 @@ def test_several_ranks_are_one_that_has_their_mean_gradient(norm):
 
 
 @pytest.mark.needs_compiler
-def test_a_step_is_two_launches_whatever_the_number_of_tensors_and_four_with_clipping():
+def test_a_step_takes_two_launches_and_four_with_clipping():
     for norm, further in ((None, ()), (1.0, ("gradient_squares", "scale_coefficients"))):
         params = parameters(shapes=((3, 5),) * 302)
         optimizer = AdamW(params, max_grad_norm=norm)
@@ -260,7 +260,7 @@ def test_a_variance_in_fewer_bits_does_not_stand_still(state):
     assert abs(float(m.mean()) - 1) < 5e-3
 
 
-def test_what_codes_stand_for_is_coded_alike_and_a_variance_is_never_zero_by_rounding():
+def test_codes_are_stable_and_no_variance_is_rounded_to_zero():
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=draw) * 2.0 ** torch.randint(-30, 30, (64, 128), generator=draw)
     x[0], x[1, 1:] = 0.0, 0.0
@@ -280,7 +280,7 @@ def test_what_codes_stand_for_is_coded_alike_and_a_variance_is_never_zero_by_rou
 
 
 @EACH_STATE
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits_and_from_torchs_and_float32(state):
+def test_runs_go_on_from_our_torchs_and_float32_checkpoints(state):
     few, ends = Numerics(state=state), []
     for stop in (None, 3):
         params = parameters()
@@ -346,7 +346,7 @@ def test_a_further_group_leaves_moments_as_they_are(state):
     assert all(torch.equal(optimizer.momentum(p), m) for p, m in zip(params[:3], before, strict=True))
 
 
-def test_steps_that_fail_and_graphs_that_are_replayed_count_no_elements_again():
+def test_failed_steps_and_replays_count_no_element_again():
     params = parameters()
     optimizer = AdamW(params, 1e-2)
     spoilt(params)

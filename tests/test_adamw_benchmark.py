@@ -33,7 +33,7 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, torchao: object, bitsandbytes: obje
     return [{row["optimizer"]: row for row in table.rows} for table in report.tables]
 
 
-def test_a_peer_that_is_missing_or_fails_is_said_to_and_ours_are_timed(monkeypatch):
+def test_missing_or_failing_peers_are_named_and_ours_are_timed(monkeypatch):
     tables = rows_of(monkeypatch, None, SimpleNamespace(AdamW8bit=Failing))
     assert len(tables) == 4
     for i, rows in enumerate(tables):
@@ -66,7 +66,7 @@ def test_bytes_of_a_step_with_corrections_are_those_of_the_audit():
     assert found["AdamW, 8bit"] <= found["torchao AdamW8bit"] + 0.1
 
 
-def test_a_state_that_is_a_subclass_is_counted_by_the_tensors_it_is_made_of():
+def test_state_of_a_tensor_subclass_is_counted_by_its_tensors():
     class Pair(torch.Tensor):
         @staticmethod
         def __new__(cls, one: Tensor, other: Tensor) -> Pair:

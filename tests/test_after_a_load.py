@@ -47,7 +47,7 @@ def check(told: list[tuple[str, str, bool]], name: str = TOLD) -> None:
 @pytest.mark.long(but=2)
 @EACH
 @pytest.mark.parametrize("steps", [2, 6])
-def test_one_other_element_on_one_rank_stops_all_and_names_the_tensor(name, steps):
+def test_one_differing_element_stops_all_and_names_the_tensor(name, steps):
     """Whether the model is loaded before the optimizer or after it; with the right model training goes on."""
 
     def run(rank: int, transport: Transport) -> list[Any]:
@@ -98,7 +98,7 @@ def test_it_costs_one_exchange_in_the_first_step_and_none_later(name):
     assert loaded == [running[0] + 1, *running[1:]]
 
 
-def test_a_group_that_is_added_before_that_step_does_not_end_the_look():
+def test_a_group_added_before_that_step_keeps_the_comparison():
     def run(rank: int, transport: Transport) -> tuple[str, str]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -241,7 +241,7 @@ HELD: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.filterwarnings("ignore:after so few updates")
 @pytest.mark.parametrize("name", [name for name in HELD if name != "lamb"])  # makes its gradients' buffer in a step
-def test_an_optimizer_that_was_loaded_holds_as_many_bytes_as_the_one_that_was_saved(name):
+def test_a_loaded_optimizer_holds_as_many_bytes_as_the_saved_one(name):
     torch.manual_seed(0)
     saved, loaded = (HELD[name]([torch.nn.Parameter(torch.randn(30, 20))]) for _ in range(2))
     train(saved, 0, 0, 6)

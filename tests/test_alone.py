@@ -57,7 +57,7 @@ def test_finish_alone_equals_eager(sizes, scope, how):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
-def test_an_update_is_measured_with_the_coefficients_that_the_same_launch_renews(way):
+def test_an_update_is_measured_with_coefficients_just_renewed(way):
     def make() -> Any:
         return summed(LONG, "layer", limit=1e9, renewal=advance_arguments(len(LONG), **way).coefficients)
 
@@ -85,7 +85,7 @@ def test_it_renews_the_last_step_of_a_round_as_finish_does():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("backend", ["plain", "triton", "native"])
-def test_its_tickets_are_zero_afterwards_and_its_bits_the_same_again(backend):
+def test_it_resets_its_tickets_and_repeats_its_bits(backend):
     if backend == "native" and library() is None:
         pytest.skip("no C compiler")
     arguments, runs = summed(LONG, "layer", limit=1e9), []
@@ -117,7 +117,7 @@ def test_what_is_beyond_the_limit_or_no_number_is_refused(factor):
 
 
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
-def test_what_is_not_sent_is_kept_as_the_algorithm_says_with_one_side(scope):
+def test_residuals_are_those_of_the_algorithm_with_one_side(scope):
     layout, random = FlatLayout((700, 20), 1, 128), torch.Generator().manual_seed(3)
     reduce = make_all_reduce(layout, LocalTransport(), serve_alone=False, scale_scope=scope)
     live, error = layout_mask(layout), torch.zeros(layout.numel, dtype=torch.float64)
@@ -151,7 +151,7 @@ def flat(layout: FlatLayout, tensors: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("world_size", "serve_alone"), [(1, True), (2, False)])
-def test_there_is_a_server_where_there_are_others_or_where_it_is_wanted(world_size, serve_alone):
+def test_there_is_a_server_if_there_are_others_or_one_is_wanted(world_size, serve_alone):
     def kind(_: int, transport: Any) -> type:
         where = transport if world_size > 1 else LocalTransport()
         return type(make_all_reduce(FlatLayout((5,), world_size), where, serve_alone=serve_alone))
@@ -213,7 +213,7 @@ def test_a_step_alone_conserves_what_it_does_not_send(kind, wire):
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, ZeroOneAdam])
-def test_residuals_of_a_server_go_to_the_worker_where_there_is_none_any_more(kind):
+def test_residuals_of_a_server_that_is_gone_go_to_the_worker(kind):
     options = ADAM if kind is OneBitAdam else rounds_of_one()
     _, served = trained(kind, numerics=SERVED, **options)
     assert bool(served.algorithm.exchange.reducer.of_rank.server.numbers.any())

@@ -151,7 +151,7 @@ def check_skips(world_size: int, name: str, options: dict, steps: int, overflows
 @pytest.mark.parametrize(
     ("name", "options"), [("onebit-adam", {}), ("onebit-adam", {"ternary": True}), ("onebit-lamb", {})]
 )
-def test_20_overflows_in_200_steps_each_on_one_rank_skip_the_step_on_all_and_leave_no_trace(name, options):
+def test_overflows_on_one_rank_skip_on_all_and_leave_no_trace(name, options):
     assert len(OVERFLOWS) == 20
     check_skips(2, name, options, STEPS, OVERFLOWS)
 
@@ -180,7 +180,7 @@ def unscaled_first(rank: int, transport: Transport, name: str, exponents: list[i
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
-def test_gradients_of_ranks_with_different_scales_are_unscaled_before_they_are_averaged(name):
+def test_differently_scaled_gradients_are_unscaled_then_averaged(name):
     plain, scaled = (simulate(unscaled_first, 2, name, exponents) for exponents in (None, [4, 15]))
     assert plain == scaled
     assert scaled[0] == scaled[1]
@@ -207,7 +207,7 @@ WARM_UP_OR_COMPRESSION = pytest.mark.parametrize("at", [(2, 3), (7, 8)], ids=["w
 
 
 @WARM_UP_OR_COMPRESSION
-def test_torchs_scaler_on_several_ranks_skips_together_and_is_told_once_that_it_will_part_ways(at):
+def test_torchs_scaler_skips_together_and_warns_once_of_drift(at):
     ranks = simulate(drift, 2, [1], at, False)
     for told in ranks:
         assert told["skipped"] == 2
@@ -317,7 +317,7 @@ def test_a_rank_without_any_gradient_takes_part():
 
 
 @pytest.mark.filterwarnings("ignore:step.. found no gradient")
-def test_torchs_scaler_hands_over_a_bare_number_where_nothing_has_a_gradient():
+def test_torchs_scaler_works_where_nothing_has_a_gradient():
     optimizer, scaler = construct("onebit-adam", make(), freeze_step=1), torch.amp.GradScaler("cpu", 4.0)
     set_gradients(optimizer, 0, 0, scaler)
     scaler.step(optimizer)

@@ -13,7 +13,7 @@ from fusedonebit.triton_kernels.backends import chosen
 
 @pytest.mark.needs_compiler
 @pytest.mark.parametrize(("device", "kernels"), [("cuda", ["triton"]), ("cpu", ["triton", "native"])])
-def test_kernels_that_are_compared_with_eager_run_on_the_tensors_device(device, kernels):
+def test_compared_kernels_run_on_the_tensors_device(device, kernels):
     with FakeTensorMode():  # has tensors of devices that are not there
         tensors = [torch.empty(8, device=device), torch.empty((), dtype=torch.int64, device=device)]
     assert compared(tensors) == kernels

@@ -117,7 +117,7 @@ def test_groups_that_are_none_are_refused(group, error, message):
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_class_or_group_in_the_place_of_an_object_is_told_how_to_make_one():
+def test_a_class_given_for_an_object_says_how_to_make_one():
     with pytest.raises(TypeError, match=r'"auto" or fusedonebit.Freeze\(\.\.\.\), got <class'):
         OneBitAdam(make((3,)), freeze_step=Freeze)
     with pytest.raises(TypeError, match=r"got SimulatedGroup; pass its transport\(rank\)"):
@@ -147,7 +147,7 @@ def test_preconditioned_momentum_is_not_scaled_by_layer_as_well():
         )
 
 
-def test_bad_hyper_parameters_of_a_group_are_named_with_the_group():
+def test_bad_hyper_parameters_are_named_with_their_group():
     p, q = make((3,), (4,))
     with pytest.raises(ValueError, match="eps must be a finite number >= 0, got -1 in group 1"):
         OneBitAdam([{"params": [p]}, {"params": [q], "eps": -1}], freeze_step=5)
@@ -169,7 +169,7 @@ def add_after_a_bad_change(rank: int, transport: Transport, name: str, spoilers:
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("spoilers", [(0, 1), (1,)], ids=["all ranks", "one rank"])
-def test_a_bad_change_before_another_group_is_added_is_refused_and_nothing_is_changed(name, spoilers):
+def test_a_group_added_after_a_bad_change_is_refused_whole(name, spoilers):
     for rank, (kind, text, *rest) in enumerate(simulate(add_after_a_bad_change, 2, name, spoilers)):
         assert kind is (ValueError if rank in spoilers else DisagreementError)
         assert "lr must be a finite number >= 0, got -1.0 in group 0" in text
@@ -278,7 +278,7 @@ def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
         (unfreeze, r"parameter 1 \(bias\) requires gradients now but did not when .*; make the optimizer first"),
     ],
 )
-def test_what_changed_since_construction_is_named_and_nothing_moves(name, spoil, message, freeze_step):
+def test_what_changed_since_construction_is_named_before_a_step(name, spoil, message, freeze_step):
     model = torch.nn.Linear(3, 4)
     model.bias.requires_grad_(False)
     optimizer = construct(name, model.named_parameters(), freeze_step=freeze_step, **UNGUARDED)

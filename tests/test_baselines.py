@@ -96,7 +96,7 @@ def test_signsgd_takes_the_majority_of_the_signs_and_a_tie_is_up(topology, world
 @pytest.mark.long(but=3)
 @CODINGS
 @PLACES
-def test_ef_signsgd_is_the_mean_of_scaled_signs_and_nothing_is_lost(topology, world_size, coding):
+def test_ef_signsgd_averages_scaled_signs_and_loses_nothing(topology, world_size, coding):
     """The scale is that of all: the mean of abs(v) over the tensor and the workers."""
     ranks = simulate(world_size, "ef-signsgd", {"coding": coding, "topology": topology}, 4)
     error, lost = 0.0, 0.0
@@ -145,7 +145,7 @@ def many_draws(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ssdm_is_the_mean_of_random_signs_whose_expectation_is_each_workers_direction(world_size):
+def test_ssdm_is_the_mean_of_signs_that_expect_each_direction(world_size):
     draws = 600
     updates, v = many_draws("ssdm", world_size, draws, 24)
     levels = np.arange(-world_size, world_size + 1, 2) / world_size * STEP
@@ -176,7 +176,7 @@ def cascading_statistics(world_size: int, draws: int) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_cascading_compression_has_the_means_expectation_and_a_deviation_that_grows_with_the_workers():
+def test_cascading_is_unbiased_and_deviates_more_on_more_ranks():
     deviations = []
     for world_size in (2, 3, 4):
         off, deviation = cascading_statistics(world_size, 900)
@@ -221,7 +221,7 @@ def on_ranks(rank: int, transport: Transport, name: str, coding: str, kind: str,
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("topology", "world_size"), [*(("ring", w) for w in (*WORLD_SIZES, 3)), ("torus", 4)])
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_parameters_are_bit_identical_on_all_ranks_after_every_round(name, topology, world_size):
+def test_parameters_are_bit_identical_after_every_round(name, topology, world_size):
     for coding, kind in (("elias", "sgd"), ("fixed", "adam")):
         prints = SimulatedGroup(world_size).run(lambda r, t, c=coding, k=kind: on_ranks(r, t, name, c, k, topology))
         for step, of_ranks in enumerate(zip(*prints, strict=True)):
@@ -301,7 +301,7 @@ def gaussian(rank: int) -> Tensor:
 @pytest.mark.long(but=4)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("name", ["ef-signsgd", "ssdm", "signsgd"])
-def test_sums_of_fixed_width_take_as_many_bits_as_their_values_need(name, world_size):
+def test_sums_of_fixed_width_take_the_bits_their_values_need(name, world_size):
     chunk = FlatLayout((MANY,), world_size, 128).chunk_numel
     # A sum of j signs has one of j + 1 values; a majority is told in one bit.
     reduction = [math.ceil(math.log2(j + 1)) for j in range(1, world_size)]
@@ -319,7 +319,7 @@ def test_cascading_takes_one_bit_for_each_element_on_every_hop():
         assert hops == [chunk // 8 + 4] * 6
 
 
-def test_elias_codes_are_shorter_than_fixed_width_for_ssdm_with_8_workers():
+def test_elias_codes_are_shorter_for_ssdm_with_8_workers():
     elias, fixed = (sum(map(sum, bytes_of_hops("ssdm", 8, coding, gaussian))) for coding in ("elias", "fixed"))
     per_element = 8 * elias / (8 * 14 * MANY / 8)
     print(f"SSDM, 8 workers: Elias {per_element:.2f} bits per element and hop; over fixed width: {elias / fixed:.3f}")
@@ -374,7 +374,7 @@ def skip_a_round(rank: int, world_size: int, name: str) -> tuple[bool, int, str]
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_a_number_that_is_not_finite_on_one_rank_skips_the_round_on_all(name):
+def test_a_nonfinite_number_on_one_rank_skips_the_round_on_all(name):
     results = run_ranks(skip_a_round, 2, name)
     assert [seen[:2] for seen in results] == [(True, 1)] * 2
     assert results[0][2] == results[1][2]
@@ -401,7 +401,7 @@ def test_psgd_is_sgd_on_averaged_gradients():
 
 
 @pytest.mark.long
-def test_padding_does_not_swell_the_norms_of_cascading_compression():
+def test_padding_does_not_swell_the_norms_of_cascading():
     # Theorem 3: E|s3 - s1|^2 <= (2D)^M G^2 / M, where padding would count as elements.
     size, world_size, draws = 6, 3, 200
     vectors = torch.randn(world_size, size, generator=torch.Generator().manual_seed(0))

@@ -64,14 +64,14 @@ def test_records_name_no_machine_and_no_folder(recorded):
     assert str(Path.cwd()) not in text
 
 
-def test_the_list_names_every_case_where_it_runs_and_what_it_measures(capsys):
+def test_the_list_says_where_each_case_runs_and_what_it_measures(capsys):
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [[case.name, case.where] for case in CASES.values()]
     assert all(case.about.endswith(".") for case in CASES.values())
 
 
-def test_a_case_that_there_is_not_is_an_error_that_names_those_that_there_are(capsys):
+def test_an_unknown_case_is_an_error_that_names_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         main(["step", "speed"])
     told = capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_a_case_that_fails_says_so_and_keeps_what_it_measured(tmp_path, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_a_gpus_case_is_refused_unless_a_dry_run_is_asked_for(capsys):
+def test_without_a_gpu_its_cases_are_refused_but_for_dry_runs(capsys):
     for arguments in (["--device", "cuda"], ["kernels"], ["--device", "cpu", "kernels"]):
         with pytest.raises(SystemExit):
             main(arguments)
@@ -189,7 +189,7 @@ def test_the_page_says_what_was_recorded():
     assert page.tables() in page.PAGE.read_text()
 
 
-def test_recorded_results_are_no_dry_runs_and_of_a_cases_own_size():
+def test_recorded_results_are_of_cpu_cases_and_no_dry_runs():
     for record in page.records().values():
         assert not record["about"]["dry_run"]
         assert registry.CASES[record["case"]].where in ("cpu", "both")

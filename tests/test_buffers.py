@@ -78,7 +78,7 @@ def train(rank: int, transport: Transport | None, every: int | None) -> list[dic
 
 
 @pytest.mark.parametrize(("every", "alike"), [(None, []), (1, [0, 1, 2, 3]), (2, [1, 3])])
-def test_batch_norms_statistics_are_equal_after_each_nth_step_until_the_handle_is_removed(every, alike):
+def test_batch_norms_are_equal_at_each_nth_step_until_removal(every, alike):
     ranks = SimulatedGroup(2).run(lambda rank, transport: train(rank, transport, every))
     assert [step for step, seen in enumerate(zip(*ranks, strict=True)) if equal(*seen)] == alike
 
@@ -91,7 +91,7 @@ def test_one_process_alone_keeps_its_buffers():
     assert equal(values(net), before)
 
 
-def test_buffers_of_other_shapes_are_the_same_error_on_every_rank_and_nothing_changes():
+def test_buffers_of_other_shapes_raise_alike_and_change_nothing():
     def run(rank: int, transport: Transport) -> tuple[str, bool]:
         net = make(rank)
         if rank == 1:
@@ -107,7 +107,7 @@ def test_buffers_of_other_shapes_are_the_same_error_on_every_rank_and_nothing_ch
         assert still
 
 
-def test_a_buffer_that_can_not_be_sent_on_one_rank_is_told_on_all():
+def test_a_buffer_that_one_rank_cannot_send_raises_on_all():
     def run(rank: int, transport: Transport) -> str:
         net = make(rank)
         if rank == 1:

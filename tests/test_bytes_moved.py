@@ -43,7 +43,7 @@ def moved(call) -> tuple[int, int]:
         ("foreach", lambda a, b: torch._foreach_add_([a, a[:10].clone()], [b, b[:10].clone()]), 2 * N + 40, N + 30),
     ],
 )
-def test_an_operation_reads_what_it_is_given_once_and_writes_what_it_changes(name, call, read, written):
+def test_operations_read_inputs_once_and_write_what_changes(name, call, read, written):
     assert moved(lambda: call(torch.ones(N), torch.ones(N)))[0] == read
     with DeviceBytes() as count:
         a, b = torch.ones(N), torch.ones(N)
@@ -67,7 +67,7 @@ def test_torchs_fused_adamw_moves_28_bytes_and_ddp_copies_16():
 
 
 @pytest.mark.parametrize(("theirs", "ours", "step"), bytes_moved.PEERS.values())
-def test_ours_send_a_bit_in_each_direction_and_move_what_the_audit_says(theirs, ours, step):
+def test_ours_send_a_bit_each_way_and_move_what_the_audit_says(theirs, ours, step):
     moves = bytes_moved.our_bytes(step)
     assert moves is not None
     assert 20 < moves < 42
@@ -129,7 +129,7 @@ def test_the_picture_shows_the_record_and_is_drawn_again_from_it(tmp_path):
         assert picture.stat().st_size < 120_000
 
 
-def test_without_deepspeed_and_without_some_of_ours_the_others_are_drawn(tmp_path):
+def test_without_deepspeed_and_some_of_ours_the_rest_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     record = recorded()
     kept = [row for row in record["tables"][0]["rows"] if row["optimizer"] not in ("OneBitLion", "OneBitAdam")]

@@ -89,7 +89,7 @@ def train(rank: int, world_size: int, name: str, extra: str, replayed: bool) -> 
         for extra in EXTRAS
     ],
 )
-def test_steps_captured_twice_and_replayed_in_turn_equal_steps_under_a_changing_learning_rate(name, extra):
+def test_alternating_replays_equal_steps_at_a_changing_rate(name, extra):
     replayed, stepped = (run_ranks(train, 2, name, extra, way) for way in (True, False))
     for rank in range(2):
         *tensors, told = replayed[rank]
@@ -183,7 +183,7 @@ def test_a_step_of_ranks_that_average_cannot_be_captured(kind):
 
 
 @pytest.mark.parametrize("kind", [AdamW, Lamb])
-def test_a_step_of_a_rank_alone_that_averages_nothing_is_captured(kind):
+def test_the_step_of_one_rank_that_averages_nothing_is_captured(kind):
     params = [torch.nn.Parameter(torch.ones(64)) for _ in range(2)]
     captured, plain = (kind([p], 1e-2, wire=Wire(capturable=True)) for p in params)
     for step in range(4):
@@ -210,7 +210,8 @@ def test_hyper_parameters_that_change_at_the_capture_say_so():
         optimizer.step()
 
 
-def test_the_first_step_after_a_load_in_which_ranks_compare_parameters_cannot_be_captured():
+def test_the_first_step_after_a_load_cannot_be_captured():
+    """In it ranks compare their parameters."""
     p = torch.nn.Parameter(torch.ones(64))
     optimizer = OneBitAdam([p], 1e-2, **objects(freeze_step=1, capturable=True, **UNGUARDED))
     p.grad = torch.ones(64)
@@ -226,7 +227,7 @@ def test_the_first_step_after_a_load_in_which_ranks_compare_parameters_cannot_be
     assert optimizer.stats()["step"] == 5
 
 
-def test_a_learning_rate_that_is_set_or_loaded_goes_into_the_tensor_that_graphs_read():
+def test_learning_rates_set_or_loaded_go_into_the_graphs_tensor():
     def make(**options) -> OneBitAdam:
         p = torch.nn.Parameter(torch.ones(64))
         p.grad = torch.ones(64)

@@ -101,7 +101,7 @@ def train(rank: int, world_size: int, kind: Any, extra: str, stepped: Collection
     ("kind", "extra"),
     [(kind, extra) for kind in (OneBitAdam, OneBitLamb) for extra in EXTRAS if (kind, extra) not in REFUSED],
 )
-def test_replays_and_steps_that_renew_between_them_have_the_bits_of_a_run_without_graphs(kind, extra):
+def test_replays_with_renewing_steps_have_an_eager_runs_bits(kind, extra):
     ranks = 4 if extra == "two levels" else 2
     plain = run_ranks(train, ranks, kind, extra, None)
     renews = plain[0][3][0]
@@ -119,7 +119,7 @@ def test_replays_and_steps_that_renew_between_them_have_the_bits_of_a_run_withou
     assert not torch.equal(mixed[0][2][0], mixed[1][2][0])
 
 
-def test_a_step_is_captured_once_scales_are_measured_as_in_the_rest_of_the_run():
+def test_a_step_is_captured_once_scales_are_measured_as_later():
     run = Run(0, OneBitAdam, "plain")
     for t in range(WARMUP + 10):
         run.step(t, run.optimizer.step)

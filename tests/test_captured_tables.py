@@ -37,14 +37,14 @@ def memory(tensors: list[torch.Tensor]) -> int:
     return tables.pointer_table(tensors, CPU).table.data_ptr()
 
 
-def test_two_captures_before_the_first_replay_upload_a_table_each(capture):
+def test_two_captures_before_a_replay_upload_a_table_each(capture):
     tensors = [torch.zeros(4), torch.zeros(5)]
     capture(True)
     first, second = memory(tensors), memory(tensors)
     assert first != second
 
 
-def test_an_uncaptured_step_does_not_read_what_only_a_replay_uploads(capture):
+def test_uncaptured_steps_read_no_table_that_a_replay_uploads(capture):
     tensors = [torch.zeros(4), torch.zeros(5)]
     capture(True)
     captured = memory(tensors)

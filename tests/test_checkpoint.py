@@ -60,7 +60,7 @@ def test_resuming_in_processes_continues_bit_for_bit(name):
         ("onebit-lamb", {"precondition": True}),
     ],
 )
-def test_resuming_right_after_skipped_first_steps_of_the_compression(name, options, cut):
+def test_resuming_right_after_skipped_first_compressed_steps(name, options, cut):
     """Nothing but skips so far: what 1-bit LAMB rebuilds the first gradient from is still the warm-up's."""
     for result in simulate(resume, 2, name, cut, torch.float32, {"freeze_step": 6} | options, (2, 7, 8)):
         assert result == (True, True, "compression")
@@ -163,7 +163,7 @@ def test_saving_and_looking_change_no_later_step(name):
     ids=str,
 )
 @EACH_ONEBIT
-def test_a_checkpoint_of_the_compression_stage_holds_exact_dtypes_and_whole_flat_state(name, options):
+def test_compressed_checkpoints_hold_exact_dtypes_and_flat_state(name, options):
     skip_refused(name, options)
     saved = run_ranks(saved_state, 2, name, torch.bfloat16, options)
     header = header_of(saved[0])

@@ -213,7 +213,7 @@ def files_of(world_size: int, name: str) -> list[dict]:
     [("onebit-adam", *case) for case in (FOR_ANY | FOR_ADAM).items()]
     + [("onebit-lamb", *case) for case in (FOR_ANY | FOR_LAMB).items()],
 )
-def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(name, make_wrong, texts):
+def test_wrong_checkpoints_raise_on_all_ranks_and_change_nothing(name, make_wrong, texts):
     files = files_of(2, name)
     for kind, message, unchanged in run_ranks(load_wrong, 2, name, make_wrong, files, group_timeout=10):
         assert kind in ("ValueError", "DisagreementError")
@@ -232,7 +232,7 @@ def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(name, make_
         ("onebit-lamb-frozen", "onebit-lamb", "layerwise='frozen', but here it is 'adaptive'"),
     ],
 )
-def test_a_compressed_checkpoint_of_another_algorithm_raises_and_changes_nothing(saved_by, name, text):
+def test_another_algorithms_checkpoint_raises_and_is_not_loaded(saved_by, name, text):
     files = files_of(2, saved_by)
     for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, group_timeout=10):
         assert kind in ("ValueError", "DisagreementError")
@@ -244,7 +244,7 @@ def test_a_compressed_checkpoint_of_another_algorithm_raises_and_changes_nothing
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("option", ["precondition", "ternary"])
 @pytest.mark.parametrize("value", [False, True])
-def test_a_compressed_checkpoint_of_another_setting_raises_on_every_rank_and_changes_nothing(name, value, option):
+def test_another_settings_checkpoint_raises_and_is_not_loaded(name, value, option):
     was, now = {option: not value}, {option: value}
     files = run_ranks(saved_state, 2, name, torch.float32, was)
     for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, now, group_timeout=10):
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_the_warmup_loads_at_any_world_size(name):
 
 @pytest.mark.parametrize("name", ["onebit-adam", "lamb"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_checkpoint_of_an_optimizer_that_it_cant_go_on_from_is_told_apart(name, steps):
+def test_checkpoints_that_cannot_be_gone_on_from_are_told_apart(name, steps):
     def stepped(make: Callable[[list[Parameter]], Any]) -> dict:
         params = [Parameter(torch.ones(4))]
         saver = make(params)

@@ -214,7 +214,7 @@ def die_while_saving(rank: int, world_size: int, folder: str) -> tuple[str, str]
     return "", ""
 
 
-def test_a_collective_that_fails_while_saving_is_a_collective_error(tmp_path):
+def test_a_failed_collective_while_saving_is_a_collective_error(tmp_path):
     kind, message = run_ranks(die_while_saving, 2, str(tmp_path / "saved"), group_timeout=5.0)[1]
     assert kind == "CollectiveError"
     assert "dcp: saved of rank 1 of 2 failed" in message
@@ -253,7 +253,7 @@ def through_flattened(rank: int, world_size: int, name: str, steps: int) -> tupl
     ("name", "steps", "loads"),
     [("adam", 2, True), ("adam", 6, False), ("lamb", 2, False), ("lamb", 6, False), ("zero-one", 5, False)],
 )
-def test_a_flattened_state_is_loaded_whole_or_refused_on_all_ranks(name, steps, loads):
+def test_flattened_state_is_loaded_whole_or_refused_on_all_ranks(name, steps, loads):
     for kind, message, held in run_ranks(through_flattened, 2, name, steps, group_timeout=20.0):
         assert held
         assert (kind == "") is loads

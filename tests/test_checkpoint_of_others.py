@@ -81,7 +81,7 @@ def start_compressed(rank: int, world_size: int, name: str, saved_by: str) -> tu
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", LAMBS)
 @pytest.mark.parametrize("saved_by", ["lamb", "onebit-lamb"])
-def test_freeze_step_0_starts_compressed_from_a_checkpoint_of_lamb(name, saved_by):
+def test_freeze_step_0_starts_compressed_from_lambs_checkpoint(name, saved_by):
     results = run_ranks(start_compressed, 2, name, saved_by)
     for prints, average, warmup_average, start in results:
         assert prints == results[0][0]
@@ -107,7 +107,7 @@ def freeze_without_coefficients(rank: int, world_size: int, name: str, saved: di
 
 
 @pytest.mark.parametrize("name", LAMBS)
-def test_freeze_step_0_with_a_checkpoint_of_adamw_says_that_coefficients_are_missing_on_every_rank(name):
+def test_freeze_step_0_from_adamw_says_coefficients_are_missing(name):
     _, saved, _ = adamw_checkpoint(5)
     lamb = construct("lamb", make(), lr=1e-2, freeze_step=100)
     for step in range(3, 8):
@@ -129,7 +129,7 @@ def two_groups(name: str, first: dict, second: dict, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "own"), [("lamb", {"c_min": 1.0, "c_max": 1.0}), ("onebit-lamb", {"r_max": 1.5})])
-def test_hyper_parameters_that_a_checkpoint_lacks_stay_as_each_group_has_them(name, own):
+def test_groups_keep_hyper_parameters_that_a_checkpoint_lacks(name, own):
     saver = two_groups("lamb", {}, {"eps": 1e-3})
     if name == "lamb":
         saver = torch.optim.AdamW([{k: g[k] for k in ("params", "eps")} for g in saver.param_groups])
@@ -144,7 +144,7 @@ def test_hyper_parameters_that_a_checkpoint_lacks_stay_as_each_group_has_them(na
 
 @pytest.mark.parametrize("frozen_before", [1, 0], ids=["warming up again", "frozen"])
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
-def test_a_checkpoint_of_the_warmup_belongs_to_the_same_parameters_where_others_train(name, frozen_before):
+def test_warmup_state_stays_with_its_parameters_if_others_train(name, frozen_before):
 
     def some(frozen: int) -> list[Parameter]:
         torch.manual_seed(0)

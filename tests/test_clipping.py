@@ -76,7 +76,7 @@ def warm_up(rank: int, transport: Transport, most: float, scaled: bool) -> tuple
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled loss"])
-def test_in_the_warm_up_it_is_torchs_clipping_of_averaged_gradients(scaled):
+def test_in_the_warmup_it_is_torchs_clipping_of_the_averages(scaled):
     results = simulate(warm_up, 2, 25.0, scaled)
     assert results[0] == results[1]
     told, expected, worst, _ = results[0]
@@ -147,7 +147,7 @@ def state_before(runs: list[dict], t: int) -> reference_adam.State:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("world_size", "scaled"), [(2, False), (2, True), (3, False)])
-def test_every_compressed_step_is_algorithm_1_on_gradients_times_one_factor(world_size, scaled):
+def test_clipped_steps_are_algorithm_1_with_one_factor_for_all(world_size, scaled):
     most = 40.0
     runs = simulate(record, world_size, most, scaled)
     assert all(run["prints"] == runs[0]["prints"] and run["norms"] == runs[0]["norms"] for run in runs)
@@ -182,7 +182,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_one_factor_keeps_the_mean_gradients_direction_and_clipping_each_rank_does_not():
+def test_one_factor_for_all_keeps_the_mean_gradients_direction():
     most, runs = 20.0, simulate(record, 2, 20.0, False)
     ours, theirs = [], []
     for t in range(STEPS):
@@ -223,7 +223,7 @@ def train(rank: int, transport: Transport, name: str, most: float | None, nan_at
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
-def test_a_limit_that_is_never_reached_changes_no_bit_also_where_gradients_are_not_finite(name):
+def test_a_limit_never_reached_changes_no_bit_nonfinite_or_not(name):
     nan_at = (3, 12, 13)
     without, limited = (simulate(train, 2, name, most, nan_at) for most in (None, 1e9))
     for a, b in zip(without, limited, strict=True):

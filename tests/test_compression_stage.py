@@ -107,7 +107,7 @@ def count_collectives(
 @EACH_FROZEN
 @pytest.mark.parametrize("tensors", [3, 300])
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
-def test_a_step_calls_two_collectives_whatever_the_number_of_tensors(name, tensors, options):
+def test_a_step_calls_two_collectives_for_any_number_of_tensors(name, tensors, options):
     for counts in run_ranks(count_collectives, 2, name, tensors, options):
         for called, counted, sent, message in counts:
             print(f"{name}, {tensors} tensors: collectives in a step: {called} (limit 2), {sent} bytes to the other")
@@ -171,7 +171,7 @@ def largest_allocation(call) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_living_variance_in_bfloat16_keeps_as_much_as_a_frozen_one_in_float32(world_size):
+def test_living_bfloat16_variance_costs_what_frozen_float32_does(world_size):
     options = {"frozen_dtype": torch.bfloat16}
     for state, *_ in run_ranks(kept_bytes, world_size, "onebit-adam-living", options):
         print(f"W={world_size}: state bytes per parameter: {state:.3f} (limit 8.2 + 4/W)")
@@ -185,7 +185,7 @@ def test_a_living_variance_in_bfloat16_keeps_as_much_as_a_frozen_one_in_float32(
     "options",
     [pytest.param({"guard": "rewarm"}, id="defaults"), pytest.param(PAPER, marks=pytest.mark.full, id="paper")],
 )
-def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_full_size(name, world_size, options):
+def test_state_and_wire_stay_small_and_the_freeze_needs_little(name, world_size, options):
     skip_refused(name, options)
     for state, wire, warmup, compressed in run_ranks(kept_bytes, world_size, name, options):
         limit, n = STATE_BYTES[name] + 4 / world_size, sum(math.prod(shape) for shape in MILLIONS)
@@ -204,7 +204,7 @@ def test_state_and_wire_buffers_stay_small_and_the_freeze_allocates_nothing_of_f
 
 @pytest.mark.long(but=1)
 @EACH_ONEBIT
-def test_stats_counts_every_full_size_tensor_that_the_optimizer_holds(name):
+def test_stats_count_every_full_size_tensor_that_is_held(name):
     optimizer = construct(name, make(*MILLIONS), freeze_step=1)
     train(optimizer, 0, 2)
     storages: dict[int, int] = {}
@@ -238,7 +238,7 @@ def test_stats_counts_every_full_size_tensor_that_the_optimizer_holds(name):
 
 
 @pytest.mark.parametrize("serve_alone", [False, True])
-def test_one_process_without_a_group_compresses_as_algorithm_1_says(serve_alone):
+def test_one_process_without_a_group_follows_algorithm_1(serve_alone):
     """With or without a server: what a worker has compressed with one scale, another compression leaves as it is."""
     (p,) = make((70, 30))
     options = PAPER | {"scale_norm": "l1", "serve_alone": serve_alone}

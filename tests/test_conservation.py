@@ -152,9 +152,7 @@ def test_renewals_of_a_living_variance_lose_nothing_either(name, schedule, beta1
 @example(name="onebit-lamb", schedule=LEFT_ALONE, beta1=0.9, options={}, unit=PLAIN)
 @example(name="onebit-lamb", schedule=LEFT_ALONE_FIRST, beta1=0.9, options={}, unit=PLAIN)
 @example(name="onebit-lamb", schedule=LEFT_ALONE_LATE, beta1=0.9, options={}, unit={"precondition": True})
-def test_lamb_loses_nothing_either_and_rebuilds_gradients_from_the_momentum_applied_last(
-    name, schedule, beta1, options, unit
-):
+def test_lamb_loses_nothing_and_rebuilds_from_the_last_momentum(name, schedule, beta1, options, unit):
     assert name in LAMBS
     runs = check(name, schedule, beta1, options | unit)
     states = runs[0]["states"]

@@ -161,7 +161,7 @@ PEAKED = {
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("case", PEAKED)
-def test_l2_scales_expand_what_is_peaked_and_contractive_ones_do_not(case, side):
+def test_l2_scales_expand_peaked_vectors_contractive_ones_do_not(case, side):
     x = PEAKED[case]
     wide = x.double()
     assert wide.abs().sum() < 0.5 * math.sqrt(len(x)) * wide.norm()

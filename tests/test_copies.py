@@ -78,7 +78,7 @@ def test_a_model_and_its_optimizer_are_copied_together(name, steps, way):
 @WAYS
 @EACH
 @pytest.mark.filterwarnings("ignore:after so few updates")
-def test_a_copy_of_the_optimizer_alone_has_its_own_parameters_and_the_same_state(name, way):
+def test_a_copy_alone_has_its_own_parameters_and_the_same_state(name, way):
     model, optimizer = make(name)
     train(model, optimizer, 5)
     other = way(optimizer)
@@ -212,7 +212,7 @@ def test_one_that_works_alone_beside_others_stays_alone(monkeypatch):
 
 
 @pytest.mark.full
-def test_an_optimizer_of_sharded_parameters_says_what_to_do_instead():
+def test_copying_sharded_parameters_says_what_to_do_instead():
     for told in run_ranks(copied_in_shards, 4):
         assert "OneBitAdam of sharded parameters can't be pickled or deep-copied: save it with fusedonebit.dcp" in told
 

@@ -64,7 +64,7 @@ def test_carries_infinity_and_nan(kept):
 
 
 @given(FINITE, SIXTEEN)
-def test_8_bits_keep_one_of_the_two_numbers_of_24_bits_next_to_it(value, random):
+def test_8_bits_keep_one_of_the_two_nearest_24_bit_numbers(value, random):
     x = torch.tensor([value], dtype=torch.float32)
     upper, low = part(x, INT8, torch.tensor([random], dtype=torch.int32))
     assert torch.equal(upper, upper.bfloat16().float())
@@ -83,7 +83,7 @@ def test_over_all_random_bits_8_bits_keep_the_mean():
 
 
 @given(FINITE, st.integers(-(2**15), 2**15 - 1))
-def test_what_is_written_over_a_parameter_is_off_by_half_a_unit_at_most(value, stale):
+def test_overwritten_parameters_are_off_by_half_a_unit_at_most(value, stale):
     written = torch.tensor([value], dtype=torch.float32).bfloat16().float()
     found = join(written, torch.tensor([stale], dtype=INT16))
     if written.isfinite():
@@ -125,7 +125,7 @@ def test_a_kernel_moves_masters_as_eager(op, kept, dtypes):
 
 @pytest.mark.kernels
 @EACH_DTYPE
-def test_a_kernel_moves_masters_beside_codes_and_gradients_that_do_not_count_as_eager(kept):
+def test_kernels_move_masters_beside_codes_as_eager(kept):
     def make() -> tuple:
         p = Problem(SIZES, 2, 128, masks=MASKED["masks"], dtype=torch.bfloat16)
         p.exp_avg_sq.mul_(p.live_mask)

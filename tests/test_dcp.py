@@ -201,7 +201,7 @@ def by_number(rank: int, world_size: int, name: str, steps: int, folder: str) ->
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("name", "steps"), [("adam", 20), ("adam", 2), ("lamb", 20), ("marsit", 20)])
-def test_what_torch_saved_of_a_state_dict_by_number_loads_as_the_page_says(tmp_path, name, steps):
+def test_state_that_torch_saved_by_number_loads_as_the_page_says(tmp_path, name, steps):
     page = (Path(__file__).parent.parent / "docs" / "when.md").read_text()
     for said, loaded, by_template in run_ranks(by_number, 2, name, steps, str(tmp_path / "saved")):
         assert (loaded, by_template) == ([], [])
@@ -308,7 +308,7 @@ def freeze_and_load(rank: int, world_size: int, name: str, cut: int, folder: str
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("cut", [20, 6])
 @pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
-def test_a_layer_may_be_frozen_before_the_load_on_any_number_of_ranks(tmp_path, name, cut):
+def test_a_layer_may_be_frozen_before_a_load_on_any_ranks(tmp_path, name, cut):
     folder = str(tmp_path / "saved")
     run_ranks(save_at, 2, name, cut, folder)
     for world_size in (2, 3):
@@ -327,7 +327,7 @@ def make_without_and_load(rank: int, world_size: int, name: str, folder: str) ->
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["marsit", "adam", "lamb"])
-def test_a_layer_that_was_frozen_before_the_optimizer_was_made_is_told_by_name(tmp_path, name):
+def test_a_layer_that_the_optimizer_was_made_without_is_named(tmp_path, name):
     folder = str(tmp_path / "saved")
     run_ranks(save_at, 2, name, 20, folder)
     told = run_ranks(make_without_and_load, 2, name, folder, group_timeout=20)
@@ -360,7 +360,7 @@ def through_torch_alone(rank: int, world_size: int, broadcast: bool) -> tuple[st
         (False, "torch leaves out what requires no gradients, here parameter 2, parameter 3: load before it is frozen"),
     ],
 )
-def test_what_torch_leaves_out_of_a_state_is_told_with_the_option_or_the_layer(broadcast, text):
+def test_what_torch_leaves_out_is_named_with_its_option_or_layer(broadcast, text):
     errors = run_ranks(through_torch_alone, 2, broadcast, group_timeout=20)
     print([message for message, _ in errors])
     assert all(changed == [] for _, changed in errors)
@@ -458,7 +458,7 @@ WRONG = {
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("case", "text"), WRONG.items())
-def test_a_wrong_checkpoint_raises_on_every_rank_and_changes_nothing(tmp_path, case, text):
+def test_wrong_checkpoints_raise_on_all_ranks_and_change_nothing(tmp_path, case, text):
     results = run_ranks(load_wrong, 2, case, str(tmp_path / "saved"), group_timeout=20)
     print(f"{case}: {results[0][0]}: {results[0][1]}")
     for kind, message, changed in results:

@@ -98,7 +98,7 @@ def as_one_rank(rank: int, world_size: int, folder: str) -> str:
 
 
 @pytest.mark.long
-def test_with_another_number_of_shards_the_compression_stage_is_refused(tmp_path):
+def test_compressed_state_of_another_number_of_shards_is_refused(tmp_path):
     run_ranks(write, 4, "adam", str(tmp_path / "saved"))
     (message,) = run_ranks(as_one_rank, 1, str(tmp_path / "saved"))
     assert (

@@ -106,7 +106,7 @@ MANY = 0.0005  # megabytes: several buckets
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
-def test_the_bits_are_those_without_ddp_and_everything_is_sent_once(name):
+def test_bits_are_those_without_ddp_and_all_is_sent_once(name):
     ranks = run_ranks(side_by_side, 2, name, {})
     final = "uncompressed" if name == "lamb" else "compression"
     check(ranks, name, final)
@@ -169,7 +169,7 @@ def test_accumulating_under_no_sync_sends_at_the_boundary_only(name, wrap):
 
 @pytest.mark.long(but=1)
 @ADAM_AND_LAMB
-def test_where_no_backward_pass_was_synchronised_the_step_averages(name):
+def test_the_step_averages_what_no_backward_pass_synchronised(name):
     ranks = run_ranks(side_by_side, 2, name, {}, {}, False, MICROS, (), (), True)
     check(ranks, name)
     for seen in ranks:
@@ -241,6 +241,6 @@ def summed_in_16_bits(rank: int, world_size: int) -> tuple[list[float], list[flo
     return net.weight.grad.flatten().tolist(), mean.bfloat16().tolist()
 
 
-def test_gradients_of_16_bits_are_averaged_in_32_and_rounded_once():
+def test_16_bit_gradients_are_averaged_in_32_and_rounded_once():
     for averaged, mean in run_ranks(summed_in_16_bits, 4):
         assert averaged == mean

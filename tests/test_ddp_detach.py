@@ -91,7 +91,7 @@ OWES = r"^\w+ was detached from DistributedDataParallel with (.+) left out by co
 
 @pytest.mark.long(but=3)
 @pytest.mark.parametrize("name", [*MAKE, "three ranks"])
-def test_what_follows_has_the_gradients_of_a_plain_ddp_run_and_ranks_stay_equal(name):
+def test_after_detach_gradients_are_plain_ddps_and_ranks_equal(name):
     ranks = run_ranks(in_each_stage, 3, "OneBitAdam") if name == "three ranks" else run_ranks(in_each_stage, 2, name)
     for stage in STAGES:
         bits, said = {seen[stage][1] for seen in ranks}, [seen[stage][2] for seen in ranks]
@@ -127,7 +127,7 @@ def within_a_round(rank: int, world_size: int, kind: str) -> tuple[str, bool, st
 
 
 @pytest.mark.parametrize("kind", ["ZeroOneAdam", "MarsitAdam"])
-def test_detach_within_a_round_is_refused_on_every_rank_and_works_at_its_end(kind):
+def test_detach_within_a_round_is_refused_and_works_at_its_end(kind):
     (error, same, bits), other = run_ranks(within_a_round, 2, kind)
     assert error.startswith("detach() must come between two rounds, but 1 steps of this one are done")
     assert other == (error, True, bits)
@@ -186,7 +186,7 @@ def with_buckets_under_way(rank: int, world_size: int) -> tuple[list[int], str, 
     return under_way, str(caught.value), sorted(reducer.under_way), *follow(model, rank, 7)
 
 
-def test_detach_is_refused_while_buckets_are_under_way_and_none_is_sent_afterwards():
+def test_detach_is_refused_with_buckets_under_way_and_sends_none():
     for under_way, error, later, same, _ in run_ranks(with_buckets_under_way, 2):
         assert under_way
         assert error.startswith("1 of 2 buckets have been sent by the backward pass: between it and step()")
@@ -254,7 +254,7 @@ def goes_on_by_itself(rank: int, world_size: int, steps: int) -> tuple[str, bool
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_its_own_steps_after_detach_leave_ranks_equal_and_say_that_they_save_nothing(steps):
+def test_own_steps_after_detach_are_equal_and_warn_of_no_savings(steps):
     first, second = run_ranks(goes_on_by_itself, 2, steps)
     assert first[0] == second[0]
     assert (first[1:], second[1:]) == ((True, 1), (True, 0))
@@ -299,7 +299,8 @@ def others_step(rank: int, world_size: int) -> dict[str, list[str]]:
     return seen
 
 
-def test_another_optimizer_that_steps_while_one_is_attached_raises_every_time_before_anything_moves():
+def test_another_optimizers_step_while_attached_always_raises():
+    """Each time, and before anything moves."""
     first, second = run_ranks(others_step, 2)
     assert first == second
     for name, kind in {"AdamW": "AdamW", "one parameter": "SGD", "ours": "OneBitLamb", "grown": "SGD"}.items():
@@ -337,7 +338,7 @@ def forgotten(rank: int, world_size: int, how: str) -> tuple[int, list[bool]]:
 
 
 @pytest.mark.parametrize("how", ["detached", "never detached", "the handle is kept"])
-def test_models_optimizers_and_hooks_are_gone_when_nobody_holds_them(how):
+def test_models_optimizers_and_hooks_nobody_holds_are_gone(how):
     assert run_ranks(forgotten, 2, how) == [(1, [True] * 3)] * 2
 
 

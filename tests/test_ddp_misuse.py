@@ -167,7 +167,7 @@ def warned(rank: int, world_size: int, name: str, how: str) -> tuple[list[int], 
 
 @pytest.mark.long(but=1)
 @EACH_ONEBIT
-def test_gradients_that_ddp_has_averaged_are_noticed_at_the_first_step_and_no_savings_are_told(name):
+def test_ddp_averaged_gradients_are_noticed_at_the_first_step(name):
     told = {(True, True)}
     assert run_ranks(warned, 2, name, "averaged by DDP") == [([0] * SEEDS, told), ([], told)]
 

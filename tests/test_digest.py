@@ -48,7 +48,7 @@ def from_deepspeed(
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("ternary", [False, True])
-def test_apply_momentum_adds_all_bits_to_the_digest_of_their_part(ternary, parts, skip):
+def test_apply_momentum_adds_all_bits_to_their_parts_digest(ternary, parts, skip):
     def make() -> tuple:
         p = problem((3000, 70, 2100), 4, 128, ternary=ternary, excluded=[1], masks={2: torch.arange(2100) % 700 > 300})
         return p.apply_arguments(p.exp_avg_sq, skip=skip, digest=torch.full((parts,), 2**63 - 5))
@@ -140,7 +140,7 @@ class Damaging(SimulatedTransport):
 
 @pytest.mark.parametrize("place", [28, 32, 48, -1], ids=["a norm", "an absent tensor", "a scale", "a sign"])
 @pytest.mark.parametrize("name", [name for name in KINDS if "Marsit" not in name])
-def test_a_flipped_bit_on_one_rank_is_told_on_all_in_the_next_step(name, place):
+def test_one_ranks_flipped_bit_raises_on_all_in_the_next_step(name, place):
     def run(rank: int, _: Any) -> str:
         transport = Damaging(group, rank)
 

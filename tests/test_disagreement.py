@@ -139,7 +139,7 @@ def build_differently(rank: int, world_size: int, case: str, name: str = "onebit
         ("nonfinite", "nonfinite is 'skip' on rank 0 but 'raise' on rank 1"),
     ],
 )
-def test_different_construction_is_found_on_every_rank_which_name_the_first_difference(case, text):
+def test_different_construction_is_named_by_its_first_difference(case, text):
     results = run_ranks(build_differently, 2, case, group_timeout=10)
     for kind, message in results:
         assert kind is DisagreementError
@@ -197,7 +197,7 @@ def broadcast(rank: int, world_size: int) -> str:
     return fingerprint(params)
 
 
-def test_broadcast_parameters_starts_all_ranks_from_rank_0s_values():
+def test_broadcast_parameters_starts_all_from_rank_0s_values():
     assert len(set(run_ranks(broadcast, 4))) == 1
 
 
@@ -216,7 +216,7 @@ def add_differently(rank: int, world_size: int, name: str, case: str) -> tuple[t
 @pytest.mark.parametrize(
     ("name", "case"), [("onebit-adam", "shape"), ("onebit-adam", "error"), ("onebit-lamb", "shape"), ("lamb", "error")]
 )
-def test_a_group_added_differently_is_refused_on_every_rank_and_training_goes_on(name, case):
+def test_groups_added_differently_are_refused_on_every_rank(name, case):
     results = run_ranks(add_differently, 2, name, case, group_timeout=10)
     for kind, message, groups, _ in results:
         assert issubclass(kind, ValueError)
@@ -275,7 +275,7 @@ def fail_on_one_rank(
         ("lamb", "sparse gradient", 2),
     ],
 )
-def test_an_error_on_one_rank_stops_the_step_on_all_and_training_can_go_on(name, case, steps):
+def test_one_ranks_error_stops_all_and_training_can_go_on(name, case, steps):
     results = run_ranks(fail_on_one_rank, 4, name, steps, case, group_timeout=10)
     for rank, (kind, message, still, _) in enumerate(results):
         if rank == 1:
@@ -401,7 +401,7 @@ def step_once_more(rank: int, world_size: int, steps: int) -> tuple[type | None,
 
 @pytest.mark.long(but=1)
 @STAGES
-def test_a_rank_that_steps_once_more_gets_an_error_and_can_not_go_on(steps):
+def test_a_rank_that_steps_once_more_raises_and_cannot_go_on(steps):
     kind, message, waited, again, repeated = run_ranks(step_once_more, 2, steps, group_timeout=2)[0]
     print(f"waited {waited:.1f} s for the other rank (limit 10)")
     assert kind is again is CollectiveError

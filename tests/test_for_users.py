@@ -70,8 +70,8 @@ def test_looking_at_a_run_does_not_change_what_stats_say(name, plain):
 
 @EACH_ONEBIT
 @pytest.mark.parametrize("held", [True, False])
-def test_looking_at_a_run_does_not_change_what_stats_say_after_a_step_that_leaves_a_residual_as_it_is(name, held):
-    """One that is held back, as for an overflow, leaves all; one without some gradients those tensors' residuals."""
+def test_reading_state_does_not_change_what_stats_say(name, held):
+    """Where a step leaves residuals as they are: all, if it is held back; else those of tensors without gradients."""
     told = []
     for looks in (False, True):
         params = parameters()
@@ -95,7 +95,7 @@ def test_looking_at_a_run_does_not_change_what_stats_say_after_a_step_that_leave
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("given", ["tensor", "none", "number"])
-def test_params_that_are_no_list_on_one_rank_are_an_error_on_every_rank(given):
+def test_params_that_are_no_list_on_one_rank_raise_on_all(given):
     first, other = simulate(with_bad_params, 2, given)
     assert "params" in first
     assert "failed on rank 0" in other
@@ -165,7 +165,7 @@ def test_other_numerics_than_the_checkpoints_are_pointed_out(name, change, text)
 
 
 @ADAM_AND_LAMB
-def test_a_freeze_rule_of_another_beta2_is_refused_before_anything_changes(name):
+def test_another_beta2s_freeze_rule_is_refused_before_any_change(name):
     params = parameters()
     optimizer = construct(name, params, betas=(0.9, 0.9), freeze_step="auto")
     step(optimizer, params, 0)

@@ -58,7 +58,7 @@ def test_before_the_first_step_each_says_whether_it_averages_gradients(name):
     [(OneBitAdam, Wire(overlap=True)), (AdamW, Wire(release_gradients=True))],
     ids=["sent", "released"],
 )
-def test_hooks_end_with_the_optimizer_whoever_keeps_its_algorithm(kind: Any, wire: Wire):
+def test_hooks_end_with_the_optimizer_though_its_algorithm_lives(kind: Any, wire: Wire):
     params = parameters()
     optimizer = kind(params, lr=1e-2, wire=wire)
     algorithm, gone = optimizer.algorithm, weakref.ref(optimizer)

@@ -35,7 +35,7 @@ def phases_with_skips(rank: int, transport: Transport, name: str, freeze_step: i
 
 
 @EACH_ONEBIT
-def test_freeze_step_is_the_exact_number_of_uncompressed_updates_although_steps_are_skipped(name):
+def test_freeze_step_counts_updates_and_no_skipped_steps(name):
     for phases, updates, stats in simulate(phases_with_skips, 2, name, 4):
         # Steps 0, 2 and 3 change nothing: updates 1 to 4 are steps 1, 4, 5 and 6.
         assert phases == ["warmup"] * 7 + ["compression"] * 5
@@ -93,7 +93,7 @@ SKIPS = (1, 7, 12, 19, 20, 21)
         *(("onebit-lamb", w, 13, bad) for w, bad in ((1, ()), (2, SKIPS), (4, SKIPS))),
     ],
 )
-def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(name, world_size, lr_warmup_steps, bad):
+def test_auto_freezes_all_ranks_at_once_at_a_stable_variance(name, world_size, lr_warmup_steps, bad):
     results = simulate(auto_freeze, world_size, name, {"lr_warmup_steps": lr_warmup_steps}, bad, 90)
     assert len({result[:2] for result in results}) == 1
     frozen_after, freeze_step, norms = results[0]
@@ -110,7 +110,7 @@ def test_auto_freezes_all_ranks_at_once_when_the_variance_is_stable(name, world_
 
 @pytest.mark.long(but=1)
 @ADAM_AND_LAMB
-def test_auto_is_not_fooled_by_skipped_steps_in_which_the_variance_stands_still(name):
+def test_auto_does_not_count_skipped_steps_as_a_stable_variance(name):
     # From update 16 on v is looked at; there it leaps, and then nothing but skips.
     for _, freeze_step, norms in simulate(auto_freeze, 2, name, {"lr_warmup_steps": 6}, tuple(range(17, 60)), 60):
         assert len(norms) == 1 + 17
@@ -157,7 +157,7 @@ def train_with_dead(rank: int, transport: Transport, name: str, options: dict) -
 @pytest.mark.long(but=3)
 @EACH_FROZEN
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
-def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name, options):
+def test_coordinates_unseen_in_the_warmup_take_normal_steps(name, options):
     results = simulate(train_with_dead, 2, name, options)
     assert len({after["bits"] for after, _, _ in results}) == 1
     for after, stats, _ in results:
@@ -174,7 +174,7 @@ def test_coordinates_unseen_in_the_warmup_train_with_a_normal_step(name, options
 @pytest.mark.long(but=3)
 @EACH_FROZEN
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
-def test_a_tensor_unseen_in_the_warmup_is_left_out_counted_and_named(name, options):
+def test_a_tensor_unseen_in_the_warmup_is_left_out_and_named(name, options):
     for after, stats, texts in simulate(train_with_dead, 2, name, options):
         assert after["unused"], "no decay, no update"
         assert not after["unused_error"].any()
@@ -236,7 +236,7 @@ def train_masked(rank: int, transport: Transport, name: str, memory_order: str) 
 @pytest.mark.long(but=2)
 @ADAM_AND_LAMB
 @pytest.mark.parametrize("memory_order", ["contiguous", "transposed"])
-def test_masked_coordinates_stay_exactly_still_in_both_stages_with_weight_decay(name, memory_order):
+def test_masked_coordinates_stay_still_in_both_stages_with_decay(name, memory_order):
     for still, moved, no_momentum, dead in simulate(train_masked, 2, name, memory_order):
         assert still
         assert no_momentum

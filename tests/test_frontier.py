@@ -37,19 +37,19 @@ def point(name: str, spent: float, worse: float, error: float = 0.5) -> Point:
     return Point(name, spent, worse, error)
 
 
-def test_there_are_points_enough_of_known_optimizers_on_tasks_with_a_noise_floor():
+def test_there_are_40_points_of_known_optimizers_on_noisy_tasks():
     assert len(POINTS) == len(set(POINTS)) >= 40
     assert set(POINTS) <= CONTENDERS.keys()
     assert not any(ALL_TASKS[task].noiseless for task in TASKS)
 
 
-def test_on_a_front_is_what_is_better_than_all_that_spends_no_more():
+def test_a_front_has_what_beats_all_that_spends_no_more():
     found = [point("a", 0.1, 5.0), point("b", 0.2, 7.0), point("c", 0.3, 1.0), point("d", 0.4, math.inf)]
     assert [p.name for p in front(found)] == ["a", "c"]
     assert front([]) == []
 
 
-def test_the_best_within_a_budget_spends_no_more_and_did_not_diverge():
+def test_the_best_of_a_budget_spends_no_more_and_did_not_diverge():
     found = [point(MINE, 0.2, 3.0), point(OTHER, 0.2, 2.0), point(MINE, 0.5, 1.0), point(OTHER, 0.1, math.inf)]
     assert best(found, 0.2, ours=True) == found[0]
     assert best(found, 0.5, ours=True) == found[2]
@@ -88,7 +88,7 @@ def test_the_table_of_verdicts_tells_and_counts_them_apart(monkeypatch):
     ]
 
 
-def test_long_rounds_are_cut_where_a_run_is_evaluated_and_nowhere_else():
+def test_long_rounds_are_cut_only_where_a_run_is_evaluated():
     rounds, done, ends = UntilEvaluated(16, (40, 50)), 0, []
     while done < 64:
         done += rounds.steps(Progress(done - 3, 0, 0, 0, skipped=3) if done >= 3 else Progress(done, 0, 0, 0))
@@ -102,7 +102,7 @@ def test_budgets_are_those_that_were_set_before_the_first_run():
     assert frontier.SEEDS == {4: 3, 16: 5}
 
 
-def test_those_that_synchronise_seldom_are_set_against_each_other_and_a_candidate_is_on_neither_side(monkeypatch):
+def test_methods_that_synchronise_seldom_have_their_own_table(monkeypatch):
     found = [point("onebit-loco-32", 0.01, 9.0), point("zero-one-adam-own-32", 0.02, 8.0), point("diloco-64", 0.1, 7.0)]
     monkeypatch.setattr(frontier, "TASKS", ("mlp",))
     monkeypatch.setattr(frontier, "points", lambda records, task, workers: found)
@@ -147,7 +147,7 @@ def test_ours_wins_at_four_budgets_on_as_many_tasks_as_recorded(workers):
 
 
 @pytest.mark.parametrize("workers", LOCO)
-def test_one_bit_loco_does_not_beat_all_that_synchronise_seldom_everywhere_and_so_is_left_out(workers):
+def test_one_bit_loco_is_left_out_as_it_does_not_win_everywhere(workers):
     best_of: Counter[str] = Counter()
     for task in TASKS:
         found = points(RECORDS, task, workers)

@@ -47,7 +47,7 @@ def parameters() -> list[Parameter]:
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("resumed", [False, True], ids=["straight on", "through a checkpoint"])
 @pytest.mark.parametrize("case", CASES)
-def test_betas_changed_after_the_freeze_do_not_change_what_v_is_divided_by(case, resumed):
+def test_betas_changed_after_the_freeze_keep_vs_correction(case, resumed):
     ends = []
     for changed in (False, True):
         params = parameters()
@@ -64,7 +64,7 @@ def test_betas_changed_after_the_freeze_do_not_change_what_v_is_divided_by(case,
         assert torch.equal(expected, found)
 
 
-def test_a_warm_start_corrects_an_earlier_runs_variance_with_the_betas_that_have_made_it():
+def test_a_warm_start_corrects_v_with_the_betas_that_made_it():
     saved = []
     for changed in (False, True):
         params = parameters()

@@ -37,7 +37,7 @@ def names(stages: list[Stage]) -> list[str]:
     return [each.name for stage in stages for each in stage.jobs]
 
 
-def test_many_cores_run_all_jobs_at_once_and_few_take_turns_the_most_different_first(machine):
+def test_many_cores_run_all_jobs_at_once_and_few_take_turns(machine):
     many = machine(16, 1)
     assert [(stage.at_once, stage.deadline) for stage in many] == [(0, 15), (0, 82), (0, 160)]
     assert len(many[2].jobs) == plans.SHARES
@@ -49,7 +49,7 @@ def test_many_cores_run_all_jobs_at_once_and_few_take_turns_the_most_different_f
     assert few[1].jobs[0].environment["OMP_NUM_THREADS"] == "1"
 
 
-def test_two_ranks_run_where_there_are_two_gpus_and_else_the_report_says_that_none_did(machine):
+def test_two_ranks_run_on_two_gpus_or_the_report_says_none_did(machine):
     for cores in (2, 16):
         two = machine(cores, 2)
         assert names(two).index("two-ranks") == len(names(two)) - len(two[-1].jobs) - 1
@@ -86,7 +86,7 @@ def test_gpus_are_counted_without_torch(listed, visible, count, tmp_path, monkey
 
 
 @pytest.mark.long
-def test_jobs_take_turns_and_what_no_time_is_left_for_is_left_out_and_is_no_failure(tmp_path, monkeypatch, capsys):
+def test_jobs_take_turns_and_those_without_time_are_no_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "WORTH", 2.0)
     monkeypatch.setattr(runner, "GRACE", 0.2)
     jobs = [job("first"), job("second"), job("slow", "time.sleep(60)"), job("last")]
@@ -135,7 +135,7 @@ def test_a_page_that_is_cut_says_so_and_leaves_no_fence_open(lines):
     assert re.fullmatch(r"And \d+ more lines: all is in the `.json` file beside this.", cut[-1])
 
 
-def test_tests_that_no_time_is_left_for_are_not_reached_and_no_failure(tmp_path, capsys):
+def test_tests_without_time_are_not_reached_and_no_failure(tmp_path, capsys):
     (tmp_path / "test_it.py").write_text("def test_a():\n    raise OSError\n")
     options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", os.devnull, str(tmp_path / "test_it.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.shares", "--record", "{folder}/tests.json"]
@@ -147,7 +147,7 @@ def test_tests_that_no_time_is_left_for_are_not_reached_and_no_failure(tmp_path,
 
 
 @pytest.mark.long
-def test_tests_need_no_plugins_and_nothing_but_torch_triton_and_pytest(tmp_path, monkeypatch):
+def test_tests_need_nothing_but_torch_triton_and_plain_pytest(tmp_path, monkeypatch):
     for name in ("hypothesis", "pytest_timeout", "xdist", "matplotlib", "rich", "sklearn"):
         (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError('not here')\n")
     monkeypatch.setattr(plans.importlib.util, "find_spec", lambda name: None)
@@ -160,7 +160,7 @@ def test_tests_need_no_plugins_and_nothing_but_torch_triton_and_pytest(tmp_path,
     assert re.search(r"\d passed", found.stdout)
 
 
-def test_the_issue_asks_for_the_page_that_the_documented_command_writes():
+def test_the_issue_asks_for_what_the_documented_command_writes():
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/gpu-report.yml").read_text())
     assert {"name", "description", "body"} <= set(form)
     asked = {field["id"]: field for field in form["body"] if "id" in field}

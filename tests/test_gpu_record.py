@@ -52,7 +52,7 @@ BAD = {
 }
 
 
-def test_what_hangs_crashes_or_prints_nonsense_ends_alone_and_is_named(tmp_path, capsys):
+def test_jobs_that_hang_crash_or_print_nonsense_end_alone_named(tmp_path, capsys):
     plan = [Stage([job("before")]), Stage([make() for _, make in BAD.values()]), Stage([job("after")])]
     began = time.monotonic()
     assert gpu.main(["check", "--out", str(tmp_path)], plan) == 1
@@ -85,7 +85,7 @@ def test_all_that_passes_ends_with_0(tmp_path):
     assert "- a note" in page
 
 
-def test_a_report_is_written_as_each_job_ends_and_grows_while_one_is_at_work(tmp_path, monkeypatch):
+def test_a_report_grows_while_jobs_work_and_as_each_one_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "REFRESH", 0.1)
     seen = []
     stages = [Stage([job("first")]), Stage([job("second", "time.sleep(1.5)")])]
@@ -152,7 +152,7 @@ def test_a_run_that_is_ended_half_way_keeps_all_that_had_ended(tmp_path, number)
     assert "**second**: interrupted" in page
 
 
-def test_what_all_others_need_ends_the_run_if_it_fails_and_says_so(tmp_path):
+def test_a_failed_job_that_all_others_need_ends_the_run(tmp_path):
     plan = [Stage([job("machine", "sys.exit('no CUDA device here')", needed=True)]), Stage([job("other")])]
     assert gpu.main(["check", "--out", str(tmp_path)], plan) == 1
     record, page, junit = told(tmp_path)
@@ -162,7 +162,7 @@ def test_what_all_others_need_ends_the_run_if_it_fails_and_says_so(tmp_path):
     assert junit.find(".//testcase[@name='other']/skipped") is not None
 
 
-def test_without_time_left_jobs_are_not_run_and_a_patient_stage_takes_what_others_left(tmp_path, monkeypatch):
+def test_without_time_no_job_runs_patient_stages_use_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "GRACE", 0.2)
     slow, last = job("slow", "time.sleep(60)", deadline=30.0), job("last")
     run([Stage([slow]), Stage([last])], tmp_path, 0.5, lambda: None)
@@ -187,7 +187,7 @@ def test_all_deadlines_together_are_below_the_plans_limit(plan, most, device, co
     assert names[0] == "machine"
 
 
-def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_refused(tmp_path, capsys):
+def test_chosen_jobs_run_with_what_all_need_unknown_are_refused(tmp_path, capsys):
     chosen = plans.PLANS["speed"].chosen("cuda", ["steps-10M", "warm"])
     names = [job.name for stage in chosen for job in stage.jobs]
     assert names == ["machine", *(f"warm-{i}" for i in range(len(steps.PEERS))), "steps-10M"]
@@ -196,7 +196,7 @@ def test_some_jobs_alone_are_run_with_what_all_need_and_a_job_that_is_none_is_re
     assert "there is no job 'stepss': there are machine, warm-0," in capsys.readouterr().err
 
 
-def test_the_plans_name_every_optimizer_and_every_size_of_that_size():
+def test_plans_name_every_optimizer_and_sizes_are_as_named():
     assert set(plans.SMOKE + plans.ALIKE) == set(smoke.OPTIMIZERS)
     assert {"warm": len(steps.PEERS), "warm-defaults": len(defaults.USUAL)} == plans.WARM
     assert {**plans.SPEED, **plans.REST}.keys() == {f"steps-{name}" for name in steps.MODELS}
@@ -246,7 +246,7 @@ def test_c(n):
 """
 
 
-def test_a_test_that_ends_its_process_leaves_the_results_of_the_others(tmp_path):
+def test_a_test_that_ends_its_process_spares_the_others_results(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(tmp_path), "-c", os.devnull]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.shares", *options]
@@ -270,7 +270,7 @@ def test_a_test_that_ends_its_process_leaves_the_results_of_the_others(tmp_path)
 
 
 @pytest.mark.parametrize("most", [20, 7])
-def test_shares_of_the_tests_have_each_test_once_or_so_many_of_them(most):
+def test_shares_have_each_test_once_or_as_many_as_asked(most):
     items = [SimpleNamespace(nodeid=f"f.py::t[{i}]", path=Path("f.py"), callspec=SimpleNamespace(params={"n": i}))
              for i in range(20)]  # fmt: skip
     found = []
@@ -291,7 +291,7 @@ def event(name: str, us: float, device: str = "CUDA", **more: object) -> SimpleN
     return SimpleNamespace(name=name, device_type=kind, time_range=time_range, **more)
 
 
-def test_a_profile_counts_kernels_copies_and_fills_and_no_ranges_or_host_events():
+def test_a_profile_counts_kernels_copies_and_fills_alone():
     adam = (
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Meta<4>, FusedAdamMathFunctor<float, 4>>(x)"
     )

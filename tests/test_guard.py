@@ -69,7 +69,7 @@ def norms(rank: int, transport, name: str, options: dict) -> list[tuple[float, f
 @pytest.mark.parametrize("inside", [False, True], ids=["eps outside", "eps inside"])
 @pytest.mark.parametrize("precondition", [False, True], ids=["momentum", "preconditioned"])
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb-frozen"])
-def test_the_guard_knows_the_norm_of_the_update_from_scales_alone(name, precondition, inside, scope):
+def test_the_guard_knows_an_updates_norm_from_scales_alone(name, precondition, inside, scope):
     options = {"precondition": precondition, "eps_inside_sqrt": inside, "scale_scope": scope}
     results = SimulatedGroup(2).run(lambda rank, transport: norms(rank, transport, name, options))
     assert results[0] == results[1]
@@ -183,7 +183,7 @@ def test_rewarm_warms_up_again_for_rewarm_steps_updates(name, world_size):
 
 
 @ADAM_AND_LAMB
-def test_warn_stays_in_the_compression_stage_and_warns_of_the_1st_2nd_4th_and_8th_veto(name):
+def test_warn_stays_compressed_and_warns_at_doubling_veto_counts(name):
     optimizer = guarded(name, "warn")
     train(optimizer, 0, 0, FREEZE + 3)
     before, told = fingerprint(parameters(optimizer)), []
@@ -232,12 +232,12 @@ def test_the_warning_tells_the_norm_the_factor_and_what_to_do(guard, options, mo
     assert 'use variance="shared" (no freeze_step), Numerics(precondition=True), a larger variance_floor' in text
 
 
-def test_the_warning_of_a_variance_that_lives_advises_nothing_of_a_freeze():
+def test_a_living_variances_warning_advises_no_freeze():
     text = guarded(freeze_step=None, warmup=3).algorithm.compression.guard.describe(rewarms=True, steps=9, shared=True)
     assert text.endswith("If this happens again, use a lower learning rate")
 
 
-def test_verdicts_that_come_a_step_late_as_on_cuda_lead_to_one_rewarm_up():
+def test_verdicts_a_step_late_as_on_cuda_lead_to_one_rewarmup():
     """Two vetoes: the second is still under way when the first is acted on."""
     optimizer = guarded()
     optimizer.frame.steps.outcomes._mirror = HostMirror(optimizer.frame.device, depth=1)
@@ -292,7 +292,7 @@ def test_one_bad_batch_does_not_slow_training_down_for_good(spike):
     assert 0.5 < after / before < 2
 
 
-def test_all_ranks_warm_up_again_at_the_same_step_though_one_has_looked_early():
+def test_all_ranks_rewarm_at_one_step_though_one_looked_early():
     """On CUDA flags arrive a step late; ``stats()`` waits for them."""
 
     def run(rank: int, transport) -> list[str]:
@@ -341,7 +341,7 @@ def minimise(rank: int, transport, options: dict, steps: int = 120) -> tuple[int
     return first, optimizer.stats(), float(p.detach().abs().max())
 
 
-def test_deepspeeds_numerics_are_refused_at_the_first_compressed_step_where_some_variances_are_tiny():
+def test_deepspeeds_numerics_are_vetoed_where_variances_are_tiny():
     deepspeed = PAPER | {"eps": 1e-8, "bias_correction": False, "dead_coordinates": "keep"}
     with pytest.warns(FusedOneBitWarning, match="at most 300 is let through"):
         results = SimulatedGroup(2).run(lambda rank, t: minimise(rank, t, deepspeed | {"guard": "rewarm"}))
@@ -402,7 +402,7 @@ def test_a_resumed_run_comes_to_the_same_verdicts(name, cut, guard):
     assert told[0]["rewarms"] == (guard == "rewarm")
 
 
-def test_a_checkpoint_from_before_the_guard_is_guarded_without_a_last_uncompressed_update():
+def test_a_checkpoint_older_than_the_guard_is_guarded():
     optimizer = guarded()
     train(optimizer, 0, 0, FREEZE + 2)
     saved = copy.deepcopy(optimizer.state_dict())

@@ -204,7 +204,7 @@ def count(rank: int, world_size: int) -> list[dict[str, Any]]:
     return told
 
 
-def test_between_nodes_each_rank_sends_its_part_and_inside_bits_are_gathered():
+def test_ranks_send_parts_between_nodes_and_gather_bits_inside():
     for run in run_ranks(count, RANKS):
         flat, ours, half = run
         bits = (1 << 17) / 8
@@ -264,7 +264,7 @@ WRONG = {
 }
 
 
-def test_a_hierarchy_that_is_none_is_one_clear_error_on_every_rank():
+def test_a_wrong_hierarchy_is_one_clear_error_on_every_rank():
     runs = run_ranks(wrong, RANKS)
     for run in runs:
         assert run["fine"] == (None, "")

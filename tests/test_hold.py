@@ -51,6 +51,6 @@ def reduce_with_holds(rank: int, transport: Any) -> list[bool]:
     return same
 
 
-def test_an_all_reduce_that_is_held_back_changes_nothing_but_the_count():
+def test_an_all_reduce_held_back_changes_nothing_but_the_count():
     for same in SimulatedGroup(2).run(reduce_with_holds):
         assert same == [True, False, False, True, False, False]

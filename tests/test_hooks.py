@@ -99,7 +99,7 @@ def test_a_post_hook_of_loading_finds_everything_restored(name):
 
 @STAGES
 @EACH
-def test_a_post_hook_of_saving_sees_the_header_and_may_add_entries(name, steps):
+def test_a_saving_post_hook_sees_the_header_and_may_add_entries(name, steps):
     _, optimizer = trained(name, steps)
 
     def add(_: Any, saved: dict) -> None:
@@ -117,7 +117,7 @@ def test_a_post_hook_of_saving_sees_the_header_and_may_add_entries(name, steps):
 
 @STAGES
 @EACH
-def test_tensors_that_hooks_change_are_saved_and_loaded_as_changed(name, steps):
+def test_tensors_changed_by_hooks_are_saved_and_loaded_so(name, steps):
     _, optimizer = trained(name, steps)
 
     def halve(_: Any, saved: dict) -> None:
@@ -170,7 +170,7 @@ def test_a_pre_hook_of_saving_may_write_into_the_state(name):
 
 
 @EACH
-def test_what_others_keep_in_the_state_outlives_the_freeze_and_new_groups(name):
+def test_others_state_entries_outlive_the_freeze_and_new_groups(name):
     model, optimizer = trained(name, 0)
     optimizer.state["note"] = [1, 2]
     optimizer.state[model.weight]["depth"] = 3

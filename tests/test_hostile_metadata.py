@@ -151,7 +151,7 @@ def snippet_at(saved: Saved, snippet: bytes, at: int) -> bytes:
     return saved.pickle[:at] + snippet + saved.pickle[at:]
 
 
-def test_what_metadata_needs_no_opcode_for_is_refused_and_changes_nothing(saved, monkeypatch, tmp_path):
+def test_opcodes_that_metadata_does_not_need_are_refused(saved, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, snippet in SNIPPETS.items():
         message = saved.refused_or_equal(snippet_at(saved, snippet, saved.ends[len(saved.ends) // 2]))
@@ -249,7 +249,7 @@ def with_values(saved: Saved, changes: list[Callable[[Any], None]]) -> bytes:
 
 
 @pytest.mark.parametrize("nested", [b"]", b"("], ids=["lists", "marks"])
-def test_what_is_nested_deeper_than_pickle_nests_anything_is_refused_at_once(nested):
+def test_metadata_nested_too_deeply_is_refused_at_once(nested):
     with pytest.raises(CheckpointError, match=r"at byte 163\d\d of 1000002: .*nested so deeply"):
         read(b"\x80\x04" + nested * 1_000_000)
 
@@ -281,7 +281,7 @@ def enormous(path: Path) -> None:
     os.truncate(path, 1 << 40)  # which takes no room
 
 
-def test_metadata_is_a_regular_file_of_the_folder_and_of_bounded_size(saved, tmp_path):
+def test_metadata_must_be_a_regular_file_of_bounded_size(saved, tmp_path):
     for i, (make, text) in enumerate(
         [
             (os.mkfifo, "must be a regular file of"),

@@ -88,7 +88,7 @@ def decide(rank: int, world_size: int, name: str, is_sharded: bool, options: dic
     ("name", "options"),
     [("onebit-adam", {}), ("onebit-adam", {"eps": 1e-12, "variance_floor": 0.0}), ("onebit-lamb", {})],
 )
-def test_freeze_guard_dead_coordinates_floors_and_clipping_are_those_of_whole_tensors(name, options):
+def test_freeze_guard_floors_and_clipping_are_of_whole_tensors(name, options):
     sharded, whole = run_ranks(decide, 4, name, True, options), run_ranks(decide, 2, name, False, options)[0]
     assert 25 < whole["freeze_step"] < 100
     print(f"{name}: frozen after {[run['freeze_step'] for run in sharded]} updates, whole {whole['freeze_step']}")
@@ -170,7 +170,7 @@ def follow(rank: int, world_size: int, name: str, ternary: bool) -> dict:
         pytest.param("onebit-lamb", False, marks=pytest.mark.full),
     ],
 )
-def test_what_one_rank_finds_in_its_shard_skips_the_step_on_all_and_nothing_is_lost(name, ternary):
+def test_what_one_shard_finds_skips_all_and_nothing_is_lost(name, ternary):
     runs, worst, updates = run_ranks(follow, 4, name, ternary), 0.0, 0
     for step, event in enumerate(EVENTS):
         updates += not event
@@ -210,7 +210,7 @@ def explode(rank: int, world_size: int) -> list[tuple[int, int, str]]:
     return found
 
 
-def test_the_guard_refuses_on_all_ranks_what_is_too_large_in_one_column():
+def test_the_guard_refuses_on_all_what_one_column_has_too_large():
     runs = run_ranks(explode, 4)
     assert runs[0][4:] == [(0, 0, "compression"), (1, 0, "compression"), (1, 1, "warmup"), (1, 1, "warmup")]
     assert all(run == runs[0] for run in runs)

@@ -148,7 +148,7 @@ def step_differently(rank: int, world_size: int, what: str, at: int) -> list[tup
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("at", [1, 5], ids=["warmup", "compression"])
 @pytest.mark.parametrize("what", ["shape", "lr of one rank", "lr of one column"])
-def test_a_step_that_one_rank_takes_differently_is_no_step_on_any(what, at):
+def test_a_step_that_differs_on_one_rank_is_no_step_on_any(what, at):
     ranks = run_ranks(step_differently, 4, what, at)
     for rank, told in enumerate(ranks):
         assert [kind for kind, _ in told[:at]] + [told[-1][0]] == [""] * (at + 1), told

@@ -203,7 +203,7 @@ def floored(plain: PlainRun, v: np.ndarray, name: str, options: dict) -> np.ndar
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.full if case in FULL else ()) for case in CASES])
-def test_every_compressed_step_is_the_papers_with_the_shards_as_its_scopes(case):
+def test_compressed_steps_are_the_papers_with_shards_as_scopes(case):
     name, options = CASES[case]
     runs, plain = run_ranks(record_steps, REPLICAS * SHARDS, name, options), PlainRun()
     assert [min(piece.size for piece in pieces) for pieces in plain.pieces] == [1, 0]

@@ -59,7 +59,7 @@ def test_what_is_filled_in_place_is_seen(betas):
     assert tuple(hyper.taken[0]["betas"]) == (0.9, 0.5)
 
 
-def test_a_bad_one_is_told_each_time_and_leaves_the_last_good_one():
+def test_a_bad_change_raises_each_time_and_keeps_the_last_good():
     group = {"lr": 0.1, "betas": (0.9, 0.99), "maximize": False}
     hyper = HyperParameters(NAMES, torch.device("cpu"), False)
     hyper.take([group], check_group)

@@ -55,7 +55,7 @@ def count_once_more(optimizer: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("name", MAKE)
-def test_a_rank_that_has_counted_another_number_of_updates_is_told_on_all_at_once(name):
+def test_another_update_count_on_one_rank_raises_on_all_at_once(name):
     first, second = steps_until_told(name, count_once_more, 12, 20)
     assert first == second
     assert 12 <= first <= 12 + 3
@@ -82,7 +82,7 @@ NO_COMMON_VARIANCE = ("ZeroOneAdam, own", "MarsitSGD", "MarsitAdam", "OneBitLion
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("name", MAKE)
-def test_what_was_changed_on_one_rank_is_told_on_all_within_64_steps(name, what):
+def test_a_change_on_one_rank_raises_on_all_within_64_steps(name, what):
     if what == "its variance" and name in NO_COMMON_VARIANCE:
         pytest.skip("each worker has a variance of its own, or none")
     at = COMPARED_EVERY - 5
@@ -100,7 +100,7 @@ def test_nothing_is_told_where_nothing_was_changed(name):
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("name", MAKE)
-def test_a_new_rank_and_one_that_has_stepped_load_the_same_checkpoint_and_go_on(name):
+def test_new_and_stepped_ranks_load_one_checkpoint_and_go_on(name):
     def run(rank: int, transport: Any) -> None:
         params = [Parameter(torch.ones(n)) for n in SIZES]
 

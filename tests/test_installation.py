@@ -91,7 +91,7 @@ except AttributeError as error:
 
 
 @pytest.mark.long
-def test_a_clone_offers_what_the_readme_names_after_one_import_that_takes_little_more_than_torchs(clone: Path):
+def test_a_clone_offers_what_the_readme_names_after_one_import(clone: Path):
     assert run(sys.executable, "-c", NAMED, cwd=clone) == "module 'fusedonebit' has no attribute 'nothing'\n"
 
 

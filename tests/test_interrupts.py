@@ -65,7 +65,7 @@ def _strike(rank: int, transport: Any, name: str, seed: int) -> str:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("count", "names"), [FEW_OF_RANKS, MANY_OF_RANKS])
-def test_ranks_stay_equal_after_one_was_interrupted_or_none_goes_on(count, names):
+def test_ranks_stay_equal_after_an_interrupt_or_none_goes_on(count, names):
     seen: dict[str, Counter[str]] = {}
     for name in names:
         pairs = [simulate(_strike, 2, name, seed) for seed in range(count)]
@@ -116,7 +116,7 @@ def _pressed(times: int) -> tuple[Any, list[Any], _Hangs]:
     return optimizer, params, transport
 
 
-def test_a_second_ctrl_c_does_not_wait_and_the_optimizer_says_that_it_cant_go_on():
+def test_a_second_ctrl_c_does_not_wait_and_closes_the_optimizer():
     optimizer, params, transport = _pressed(2)
     with pytest.raises(KeyboardInterrupt) as stopped:
         optimizer.step()
@@ -250,7 +250,7 @@ def test_saving_by_half_is_no_state(share):
     assert torch.equal(interrupts.values(params), run[-1])
 
 
-def test_gradients_that_are_used_up_early_are_updated_wholly_or_the_optimizer_closes():
+def test_released_gradients_update_whole_or_the_optimizer_closes():
     from fusedonebit import Wire
 
     verdicts = Counter[str]()
@@ -282,7 +282,7 @@ def test_gradients_that_are_used_up_early_are_updated_wholly_or_the_optimizer_cl
     assert set(verdicts) == {NOTHING, CLOSED}
 
 
-def test_ctrl_c_while_gradients_are_switched_off_switches_them_on_again():
+def test_ctrl_c_within_no_grad_switches_gradients_on_again():
     def interrupt(frame: Any, event: str, _: Any) -> Any:
         if event == "return" and frame.f_code.co_filename.endswith("grad_mode.py") and not torch.is_grad_enabled():
             sys.settrace(None)

@@ -20,7 +20,7 @@ def average(s: Any, m: Tensor, g: Tensor, beta1: float) -> Tensor:
     return beta1 * m + (1 - beta1) * g.mean(0)
 
 
-def test_an_uncompressed_adam_has_the_living_variance_and_a_momentum_of_full_precision(monkeypatch):
+def test_uncompressed_adam_has_living_variance_and_full_momentum(monkeypatch):
     monkeypatch.setattr(reference, "exchange", average)
     params = [Parameter(part.view(shape)) for part, shape in zip(model().split(SIZES), SHAPES, strict=True)]
     options = objects(bias_correction=False, variance="shared", betas=(0.9, 0.99), eps=1e-8, **LIVING)
@@ -56,4 +56,4 @@ def test_what_is_left_out_of_it_shows(monkeypatch, off):
         plain = ExactMomentum._denominators
         monkeypatch.setattr(ExactMomentum, "_denominators", lambda self, v, coef: 1.02 * plain(self, v, coef))
     with pytest.raises(AssertionError):
-        test_an_uncompressed_adam_has_the_living_variance_and_a_momentum_of_full_precision(monkeypatch)
+        test_uncompressed_adam_has_living_variance_and_full_momentum(monkeypatch)

@@ -14,7 +14,7 @@ WORKERS = 4
 @pytest.mark.long(but=["policy-together", "recsys-apart"], full=True)
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("task", TASKS)
-def test_graph_has_the_bits_of_what_it_was_traced_from_on_another_seed(task: str, apart: bool) -> None:
+def test_a_traced_graph_has_its_functions_bits_on_another_seed(task: str, apart: bool) -> None:
     for seed, each in ((0, 1), (1, 1), (1, 2)):  # it is traced on the first, and for another batch anew
         trial, draw = TASKS[task].make(seed), torch.Generator().manual_seed(seed)
         drawn = [trial.batch(draw, each * TASKS[task].batch_size // WORKERS, 0.7) for _ in range(WORKERS)]

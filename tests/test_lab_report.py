@@ -50,7 +50,7 @@ def records(tmp_path: Path) -> Records:
     return made
 
 
-def test_a_difference_is_paired_in_percent_or_decades_with_its_standard_error(records):
+def test_differences_are_paired_with_their_standard_error(records):
     found = difference(records, View(), "mlp", "onebit-adam")
     assert (found.seeds, found.diverged, found.unit) == (3, 0, "%")
     assert found.mean == pytest.approx(3.0)
@@ -62,7 +62,7 @@ def test_a_difference_is_paired_in_percent_or_decades_with_its_standard_error(re
     assert difference(records, View(workers=16), "mlp", "onebit-adam") is None
 
 
-def test_what_diverges_is_told_misses_and_does_not_enter_the_mean(records):
+def test_diverged_runs_are_reported_miss_and_leave_the_mean(records):
     (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 2))
     records.add(record(key, None))
     found = difference(records, View(), "mlp", "onebit-adam")
@@ -86,7 +86,7 @@ def test_a_seed_in_which_the_parent_diverges_says_nothing(records):
     assert "1 of 1" in markdown(rows(records, View(), list(BOTH))), "of fit alone"
 
 
-def test_what_diverges_at_every_rate_is_run_at_the_smallest_and_told(tmp_path):
+def test_what_diverges_at_every_rate_is_reported_at_the_smallest(tmp_path):
     made = Records(tmp_path / "runs.jsonl")
     searched(made, "mlp", "adamw", 1.0)
     while keys := search(made, [("mlp", "onebit-adam")]):
@@ -103,7 +103,7 @@ def test_what_diverges_at_every_rate_is_run_at_the_smallest_and_told(tmp_path):
     assert "| 1 of 1 |" in table
 
 
-def test_a_mean_within_two_errors_of_what_is_allowed_is_not_certain(records):
+def test_a_mean_within_two_errors_of_the_limit_is_not_certain(records):
     found = difference(records, View(), "mlp", "onebit-adam")
     assert found.certain, "3 is over 1 by more than two of 0.6"
     (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 0))
@@ -153,7 +153,7 @@ def test_reported_runs_wait_for_the_rate_and_come_seed_by_seed(tmp_path):
     assert reported(records, cell, 1, [4], [1.0], True) == [], "AdamW's rate is not known yet"
 
 
-def test_runs_with_other_defaults_and_half_a_line_do_not_count_and_nothing_else_is_lost(records, tmp_path):
+def test_stale_runs_and_half_lines_do_not_count_all_else_does(records, tmp_path):
     path = tmp_path / "runs.jsonl"
     before = len(records.found)
     stale = record(Key("mlp", "adamw", 7, 4, 0.5), 1.0) | {"defaults": "of another version"}
@@ -190,7 +190,7 @@ def test_another_line_that_is_no_run_is_named(records, line):
         Records(records.path)
 
 
-def test_a_record_without_received_bytes_has_received_what_it_sent(records):
+def test_a_record_without_received_bytes_received_what_it_sent(records):
     assert {run["received"] for run in Records(records.path).found.values()} == {1.5, 8.0}
     records.add(record(Key("mlp", "adamw", 9, 4, 0.1), 1.0, received=3.0))
     assert Records(records.path).found[Key("mlp", "adamw", 9, 4, 0.1)]["received"] == 3.0
@@ -264,7 +264,7 @@ def test_what_is_killed_begins_again_unless_no_run_ends(tmp_path, capsys, monkey
     assert "a run's process was killed: what was not over begins again" in capsys.readouterr().out
 
 
-def test_every_optimizer_has_a_parent_that_is_measured_and_settings_that_differ():
+def test_every_optimizer_has_a_parent_that_is_measured():
     for name, contender in CONTENDERS.items():
         assert contender.parent in CONTENDERS
         assert CONTENDERS[contender.parent].parent == contender.parent, name
@@ -283,7 +283,7 @@ def test_every_setting_of_optimizer_and_task_is_in_a_record(monkeypatch):
     fingerprint.cache_clear()
 
 
-def test_a_table_is_cut_between_columns_so_that_it_fits_a_terminal():
+def test_tables_are_cut_between_columns_to_fit_a_terminal():
     table = [["task", "adamw", "onebit-adam"], ["mlp", "0.5", "+3.0 %"], ["fit", "1e-5", "+0.5 dec"]]
     assert publish.parts(table, 80) == [table]
     assert publish.parts(table, 29) == [[row[:2] for row in table], [[row[0], row[2]] for row in table]]

@@ -54,8 +54,8 @@ def test_every_rate_is_the_best_of_a_search_and_not_at_its_edge():
         assert min(tried) < best < max(tried), (task, optimizer, tried)
 
 
-def test_the_headline_takes_at_most_four_core_hours_and_none_of_its_runs_half_a_minute():
-    """Of processor time, search included."""
+def test_the_headline_takes_at_most_four_core_hours():
+    """Of processor time, search included; and none of its runs half a minute."""
     cells = list(product(TASKS, HEADLINE))
     keys = [k for k in RECORDS.found if k.optimizer in HEADLINE and k.seed in tuning.SEEDS]
     keys += reported(RECORDS, cells, max(SEEDS.values()), list(SEEDS), [1.0], parents=False)
@@ -87,7 +87,7 @@ MISSES = {4: 2, 16: 5}
 
 
 @pytest.mark.parametrize("workers", SEEDS)
-def test_a_variance_that_lives_misses_no_more_tasks_at_adamws_rates_than_recorded(workers):
+def test_a_living_variance_misses_no_more_tasks_than_recorded(workers):
     view = View(workers, parents=True)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
     assert all(d is not None and d.seeds >= LIVING_SEEDS and not d.diverged for d in found.values())
@@ -124,7 +124,7 @@ and those of which that is more than two standard errors."""
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_residuals_in_fewer_bits_cost_little_that_seeds_tell_apart(name):
+def test_residuals_in_fewer_bits_cost_little_beside_seeds(name):
     view, worse, plain = View(4, parents=True), [], []
     for task, kind in TASKS.items():
         narrow, wide = (view.runs(RECORDS, task, each) for each in (name, "onebit-adam-living"))
@@ -163,7 +163,7 @@ def test_no_task_but_one_is_far_from_adamw(workers):
 
 
 @pytest.mark.parametrize("workers", SEEDS)
-def test_on_the_gan_compression_costs_nothing_that_the_living_variance_does_not(workers):
+def test_on_the_gan_compression_itself_costs_nothing(workers):
     """Beside uncompressed Adam with the same variance, paired by seeds."""
     view = View(workers, parents=True)
     ours, theirs = (view.runs(RECORDS, "gan", name) for name in ("onebit-adam-living", "adam-living"))
@@ -179,7 +179,7 @@ AT_TWICE = {"gan", "fit", "recsys", "policy"}
 """Tasks that are worse than AdamW by more than 5 % or 0.25 dec at twice its rate; none is aimed at."""
 
 
-def test_at_twice_adamws_rate_no_more_tasks_are_beyond_5_percent_than_recorded():
+def test_at_twice_adamws_rate_no_more_tasks_miss_than_recorded():
     view = View(4, parents=True, by=2.0)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
     assert all(d is not None and d.seeds >= LIVING_SEEDS for d in found.values())
@@ -189,7 +189,7 @@ def test_at_twice_adamws_rate_no_more_tasks_are_beyond_5_percent_than_recorded()
     assert set(missed) <= AT_TWICE
 
 
-def test_after_a_warm_up_of_one_step_no_more_tasks_are_beyond_3_percent_than_recorded():
+def test_after_one_step_of_warmup_no_more_miss_than_recorded():
     view = View(4, parents=True)
     found = {task: difference(RECORDS, view, task, "onebit-adam-living-0") for task in TASKS}
     missed = {task: str(d) for task, d in found.items() if d is None or beyond(d, 3.0)}
@@ -197,7 +197,7 @@ def test_after_a_warm_up_of_one_step_no_more_tasks_are_beyond_3_percent_than_rec
     assert len(missed) <= 5
 
 
-def test_on_rows_that_are_seen_late_a_living_variance_is_within_3_percent():
+def test_on_rows_seen_late_a_living_variance_is_within_3_percent():
     for workers in SEEDS:
         d = difference(RECORDS, View(workers, parents=True), "recsys", "onebit-adam-living")
         print(f"recsys, {workers} workers: {d} (limit +3 %)")
@@ -222,7 +222,7 @@ def test_a_living_variance_sends_little_over_a_whole_run():
         assert large <= (0.8 if share else 0.45)
 
 
-def test_on_rows_that_are_seen_late_0_1_adam_diverges_on_every_seed_where_adam_is_at_its_best():
+def test_on_rows_seen_late_0_1_adam_diverges_at_adams_best_rate():
     found = difference(RECORDS, View(parents=True), "recsys", "zero-one-adam")
     print(f"recsys, zero-one-adam at Adam's tuned rate: {found}")
     assert found is not None
@@ -246,7 +246,7 @@ BEYOND = {"onebit-lamb-living": {4: 2, 16: 2}, "zero-one-adam-own": {4: 2, 16: 3
 
 @pytest.mark.parametrize("workers", SEEDS)
 @pytest.mark.parametrize("optimizer", BEYOND)
-def test_ours_are_within_3_percent_of_what_they_compress_each_at_its_own_rate(optimizer, workers):
+def test_at_their_own_rates_ours_miss_no_more_than_recorded(optimizer, workers):
     found = {task: difference(RECORDS, View(workers), task, optimizer) for task in TASKS}
     assert all(d is not None and d.seeds >= SEEDS[workers] and not d.diverged for d in found.values())
     print({task: str(d) for task, d in found.items()})
@@ -277,7 +277,7 @@ def test_what_has_rates_of_its_own_is_finite_around_them(optimizer, by):
         assert all(run["metric"] is not None for run in runs.values()), task
 
 
-def test_an_uncompressed_run_sends_eight_bytes_and_ours_what_the_warm_up_and_the_messages_take():
+def test_adamw_sends_eight_bytes_ours_its_warmup_and_messages():
     for key, record in RECORDS.found.items():
         if key.optimizer == "adamw":
             assert record["sent"] == pytest.approx(8.0, rel=2e-3)

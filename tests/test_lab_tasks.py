@@ -82,7 +82,7 @@ def test_shapes_of_batches_depend_on_their_size_only(task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_held_out_loss_is_the_same_at_every_seed_and_changes_no_parameter(task):
+def test_held_out_losses_ignore_the_seed_and_change_no_parameter(task):
     trial = TASKS[task].make(0)
     params = values(trial)
     first = trial.validate(params)
@@ -122,7 +122,7 @@ def test_regression_holds_out_a_fifth():
 
 
 @pytest.mark.parametrize("task", ["causal", "masked", "lstm"])
-def test_held_out_bytes_are_of_the_part_of_the_text_that_is_held_out(task):
+def test_held_out_bytes_are_of_the_held_out_part_of_the_text(task):
     trial = TASKS[task].make(0)
     held_out = bytes(trial.corpus.held_out.clamp(max=127).tolist())
     *inputs, targets = trial.held_out
@@ -151,7 +151,7 @@ def test_a_module_that_is_used_late_has_no_gradient_before():
         assert all(bool(g.count_nonzero()) for name, g in grads.items() if name not in late)
 
 
-def test_many_items_are_first_seen_after_a_sixth_of_the_steps_or_never():
+def test_many_items_are_seen_after_a_sixth_of_the_steps_or_never():
     task = TASKS["recsys"]
     trial, draw = task.make(0), torch.Generator().manual_seed(0)
     seen: list[set[int]] = [set()]

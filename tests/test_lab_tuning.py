@@ -22,7 +22,7 @@ def valley(at: float, wall: float = math.inf):
 
 
 @pytest.mark.parametrize("at", [1e-5, 1e-4, 1e-3, 2e-3, 1e-2, 0.1])
-def test_the_best_of_a_valley_is_found_wherever_it_lies_and_has_tried_rates_on_both_sides(at):
+def test_the_best_rate_is_found_anywhere_between_tried_ones(at):
     best, found = searched(1e-3, valley(at))
     print(f"best of {at:g} from 0.001: {best:g} in {len(found)} rates")
     assert abs(math.log(best / at)) <= math.log(1.8) / 1.6
@@ -36,7 +36,7 @@ def test_next_to_where_it_diverges_the_best_is_found_too():
     assert found[max(found)] == math.inf
 
 
-def test_where_all_of_the_grid_diverges_smaller_rates_are_tried_and_the_smallest_stands_for_all():
+def test_where_all_of_the_grid_diverges_smaller_rates_are_tried():
     best, _ = searched(1.0, valley(1e-3, wall=0.05))
     assert best is not None
     assert best < 0.05
@@ -45,7 +45,7 @@ def test_where_all_of_the_grid_diverges_smaller_rates_are_tried_and_the_smallest
     assert len(found) == len(tuning.GRID) + tuning.FURTHEST + len(tuning.REFINED)
 
 
-def test_the_search_is_the_same_for_all_and_goes_on_where_it_was_stopped():
+def test_the_search_is_the_same_for_all_and_can_be_resumed():
     _, found = searched(1e-3, valley(2e-3))
     part = dict(list(found.items())[:3])
     assert tuning.wanted(1e-3, part) == list(found)[3:4]

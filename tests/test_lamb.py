@@ -105,7 +105,7 @@ def test_lamb_is_equation_2(bias_correction, eps_inside_sqrt, tensor_lr):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_parameters_stay_within_one_ulp_of_equation_2_rounded_once(dtype):
+def test_16_bit_parameters_are_equation_2_rounded_to_one_ulp(dtype):
     lamb = Lamb(make_groups(dtype), lr=1e-2)
     reference, worst = Reference(lamb), 0
     start = [p.detach().clone() for p in parameters(lamb)]
@@ -121,7 +121,7 @@ def test_16_bit_parameters_stay_within_one_ulp_of_equation_2_rounded_once(dtype)
     assert all(not torch.equal(p, x) for p, x in zip(parameters(lamb), start, strict=True) if p.numel() > 1)
 
 
-def test_without_adaptation_it_is_adams_update_with_the_decay_inside_u():
+def test_without_adaptation_it_is_adam_with_the_decay_inside_u():
     torch.manual_seed(0)
     p = Parameter(torch.randn(40, 30))
     lamb = Lamb([p], lr=1e-2, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, layerwise=Layerwise(c_min=1.0, c_max=1.0))
@@ -217,7 +217,7 @@ def alone() -> Any:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_ranks_average_by_themselves_in_one_collective_and_stay_bit_identical(world_size):
+def test_ranks_average_in_one_collective_and_stay_bit_identical(world_size):
     results = run_ranks(on_ranks, world_size)
     for prints, worst, collectives in results:
         print(f"W={world_size}: deviation from one process on the averages: {worst:.1e} (limit 1e-6)")
@@ -253,7 +253,7 @@ def test_1_bit_lambs_warmup_is_lamb_to_the_bit(name, options):
 
 
 @pytest.mark.parametrize("name", ["lamb", "onebit-lamb"])
-def test_a_group_added_later_leaves_the_other_layers_averages_alone(name):
+def test_a_group_added_later_leaves_other_layers_averages_alone(name):
     """Layers know nothing of each other before the freeze: old ones go on as if none had been added."""
     runs = []
     for add in (False, True):

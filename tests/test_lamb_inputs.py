@@ -157,7 +157,7 @@ def test_what_a_deepspeed_config_leaves_out_is_deepspeeds_own():
         ({"factor_threshold": 1.5}, "r_threshold must be a number in [0, 1), got 1.5"),
     ],
 )
-def test_a_deepspeed_config_that_can_not_be_carried_over_says_why(config, message):
+def test_a_deepspeed_config_that_cannot_be_migrated_says_why(config, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         from_deepspeed(config)
 
@@ -186,7 +186,7 @@ def moves_beside_a_quiet_layer(quiet: int, options: dict) -> tuple[float, float,
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("options", [{}, PAPER], ids=["defaults", "paper"])
-def test_a_layer_that_is_quiet_at_the_freeze_and_wakes_up_disturbs_nobody(options):
+def test_a_layer_quiet_at_the_freeze_disturbs_nobody_later(options):
     usual, _, _ = moves_beside_a_quiet_layer(0, options)
     for quiet in (50, 100, 300, 1200):
         steady, woken, skipped = moves_beside_a_quiet_layer(quiet, options)
@@ -213,7 +213,7 @@ def test_a_warmup_too_short_for_the_average_is_warned_of():
     freeze_after(5, beta3=0.5)
 
 
-def test_layers_that_deepspeeds_average_leaves_out_are_named_and_all_of_them_refused():
+def test_layers_without_deepspeeds_average_are_named_or_refused():
     p, q = Parameter(torch.randn(30)), Parameter(torch.randn(30))
     groups = [{"params": [p]}, {"params": [q], "c_min": 1.0, "c_max": 1.0}]
     optimizer = OneBitLamb(groups, **objects(freeze_step=20, variant="deepspeed"))
@@ -263,7 +263,7 @@ def change_on_rank_1(rank: int, transport: Transport, key: str, value: object) -
 
 
 @pytest.mark.parametrize(("key", "value", "text"), BAD_CHANGES)
-def test_a_bad_value_set_in_mid_training_on_one_rank_is_named_there_and_stops_all(key, value, text):
+def test_a_bad_value_on_one_rank_is_named_there_and_stops_all(key, value, text):
     there, here = simulate(change_on_rank_1, 2, key, value)
     assert len(there) == len(here) == 3
     assert all(said.startswith("AbortedStepError") for said in there[:2])
@@ -272,7 +272,7 @@ def test_a_bad_value_set_in_mid_training_on_one_rank_is_named_there_and_stops_al
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_group_with_a_hyper_parameter_of_another_optimizer_is_refused_and_changes_nothing(late):
+def test_a_group_with_another_optimizers_option_is_refused_whole(late):
     p, q = Parameter(torch.randn(10)), Parameter(torch.randn(10))
     optimizer = Lamb([p])
 

@@ -83,7 +83,7 @@ def run(name: str, value: float, **options: Any) -> list[tuple]:
 @pytest.mark.long(but=1)
 @QUIET
 @EVERY
-def test_an_element_whose_square_overflows_is_no_more_than_an_infinite_one(name):
+def test_an_element_whose_square_overflows_counts_as_infinite(name):
     for infinite, large in zip(run(name, float("inf")), run(name, 1e21), strict=True):
         assert infinite[-1] == large[-1] > 0
         for expected, found in zip(infinite[:-1], large[:-1], strict=True):

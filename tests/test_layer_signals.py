@@ -35,7 +35,7 @@ def told_and_looked_at(rank: int, transport: Transport, name: str, options: dict
 @pytest.mark.long(but=3)
 @EACH_ONEBIT
 @pytest.mark.parametrize("more", [{}, {"scale_scope": "layer"}, {"scale_scope": "layer", "buckets": 2}])
-def test_each_layers_error_is_the_norm_of_its_residual_over_that_of_its_momentum(name, more):
+def test_a_layers_error_is_its_residuals_norm_over_its_momentums(name, more):
     options = UNGUARDED | {"precondition": False} | (PAPER if "scale_scope" not in more else {}) | more
     skip_refused(name, options)
     for told, ratios, after in simulate(told_and_looked_at, 2, name, options):
@@ -57,7 +57,7 @@ def in_units_of_compression(rank: int, transport: Transport):
     return told, [float(residual[part].norm() / result[part].norm()) for part in parts]
 
 
-def test_preconditioned_layers_are_told_in_the_unit_of_the_whole_and_add_up_to_it():
+def test_preconditioned_layers_errors_are_in_the_wholes_unit():
     ranks = simulate(in_units_of_compression, 2)
     for told, ratios in ranks:
         assert told["layers"]["residual_over_momentum"] == pytest.approx(ratios, rel=1e-4)
@@ -66,7 +66,7 @@ def test_preconditioned_layers_are_told_in_the_unit_of_the_whole_and_add_up_to_i
 
 
 @EACH_ONEBIT
-def test_in_the_warmup_there_is_no_error_and_without_layers_nothing_is_told(name):
+def test_layers_have_no_error_in_the_warmup_or_unless_asked_for(name):
     optimizer, _ = train(name, 0, steps=1)
     assert optimizer.stats(layers=True)["layers"]["residual_over_momentum"] == [0.0, 0.0, 0.0]
     assert "layers" not in optimizer.stats()

@@ -71,7 +71,7 @@ def wanted(layout: FlatLayout, start: int, stop: int) -> list[tuple[int, int, in
 
 
 @every_layout
-def test_every_tensor_starts_on_a_block_boundary_behind_the_one_before(layouts):
+def test_every_tensor_starts_on_the_next_block_boundary(layouts):
     for layout in layouts:
         end = 0
         for tensor, size in enumerate(layout.sizes):
@@ -131,7 +131,7 @@ def test_chunks_behind_the_last_tensor_are_empty_but_legal():
     assert list(layout.tensors_in(128, 640)) == []
 
 
-def test_a_layout_without_tensors_is_one_block_of_padding_per_rank():
+def test_a_layout_without_tensors_is_one_padding_block_per_rank():
     layout = FlatLayout((), 3)
     assert (layout.n_blocks, layout.real_numel, layout.first_block) == (3, 0, (0,))
     assert list(layout.spans(0, layout.numel)) == []
@@ -140,7 +140,7 @@ def test_a_layout_without_tensors_is_one_block_of_padding_per_rank():
 
 
 @every_layout
-def test_block_tensor_names_the_owner_and_the_last_tensor_for_padding(layouts):
+def test_block_tensor_names_owners_and_the_last_for_padding(layouts):
     for layout in layouts:
         last = max(len(layout.sizes) - 1, 0)
         assert layout.block_tensor().tolist() == [last if t is None else t for t in blocks_of(layout)]
@@ -159,7 +159,7 @@ def test_scale_segments_rise_without_gaps(layouts, scope):
 
 
 @every_layout
-def test_a_segment_is_everything_or_one_tensor_or_4096_elements_of_one(layouts):
+def test_a_segment_is_all_or_one_tensor_or_4096_of_its_elements(layouts):
     for layout in layouts:
         assert layout.scale_segments("global").unique().tolist() == [0]
         begins = [
@@ -244,7 +244,7 @@ def test_fingerprints_differ_between_layouts_and_fit_31_bits():
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=6), st.integers(1, 5))
-def test_the_chosen_block_is_the_largest_that_pads_under_one_percent(sizes, world_size):
+def test_the_chosen_block_is_the_largest_that_pads_1_percent(sizes, world_size):
     chosen = choose_block_size(sizes, world_size)
     padding = {b: FlatLayout(tuple(sizes), world_size, b).numel - sum(sizes) for b in BLOCK_SIZES}
     within = [b for b in BLOCK_SIZES if 100 * padding[b] <= sum(sizes)]

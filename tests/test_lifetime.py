@@ -63,7 +63,7 @@ def large_tensors(at_least: int) -> set[int]:
 
 
 @pytest.mark.parametrize("name", [*ONEBIT, "AdamW, ours", "Lamb", "MarsitSGD", "MarsitAdam", "ZeroOneAdam"])
-def test_an_algorithm_that_is_closed_gives_back_all_of_the_models_size_but_what_its_reducer_owes(name):
+def test_a_closed_algorithm_frees_all_but_what_its_reducer_owes(name):
     p = nn.Parameter(torch.zeros(50_000))
     before = large_tensors(2 * p.numel())
     optimizer = MAKE[name]([p]) if name in MAKE else ONEBIT[name]([p], freeze_step=2, guard="off")

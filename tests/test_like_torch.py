@@ -32,7 +32,7 @@ def steps(optimizer: Any, params: list[Parameter], count: int, seed: int = 0) ->
 
 
 @EACH
-def test_frozen_parameters_alone_are_taken_and_others_added_later(name):
+def test_frozen_parameters_alone_are_taken_and_others_join_later(name):
     frozen, adapter = Parameter(torch.ones(4), requires_grad=False), Parameter(torch.ones(3))
     optimizer: Any = MAKE[name]([frozen], lr=1e-2)
     with pytest.warns(FusedOneBitWarning, match="no parameter of this .* requires gradients"):
@@ -73,7 +73,7 @@ def test_unfreezing_the_only_parameter_is_not_overlooked():
 
 
 @EACH
-def test_a_layer_frozen_during_training_stays_as_it_is_until_it_trains_again(name):
+def test_a_layer_frozen_in_training_stays_until_it_trains_again(name):
     """It is as if it had no gradient, in both stages; unfreezing needs no new optimizer."""
     runs = []
     for freezes in (True, False):
@@ -121,7 +121,7 @@ def test_tensors_that_are_no_hyper_parameters_are_refused(betas):
 
 
 @EACH
-def test_a_parameter_given_twice_in_a_group_is_warned_of_and_moves_once(name):
+def test_a_parameter_given_twice_is_warned_of_and_moves_once(name):
     p, q, last = Parameter(torch.ones(3)), Parameter(torch.ones(3)), Parameter(torch.ones(2))
     with pytest.warns(UserWarning, match=DUPLICATE):
         optimizer: Any = MAKE[name]([p, p, last], lr=1e-2)
@@ -167,7 +167,7 @@ def test_another_mask_in_the_warm_up_is_taken_with_a_warning(before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), [(LEFT, RIGHT), (None, LEFT), (LEFT, None)])
-def test_another_mask_in_the_compression_stage_is_refused_with_the_way_out(before, after):
+def test_another_mask_once_compressed_is_refused_with_a_way_out(before, after):
     p, optimizer = masked(before, freeze_step=1)
     steps(optimizer, [p], 3)
     saved = copy.deepcopy(optimizer.state_dict())

@@ -137,7 +137,7 @@ def test_the_mean_follows_the_mean_of_all_signs():
     assert apart.max() < 6 * LR
 
 
-def test_coordinates_without_a_gradient_toss_a_coin_and_do_not_drift():
+def test_coordinates_without_a_gradient_do_not_drift():
     def run(rank, transport):
         p = torch.nn.Parameter(torch.zeros(4096))
         optimizer = OneBitLion([p], LR, process_group=transport)
@@ -152,7 +152,7 @@ def test_coordinates_without_a_gradient_toss_a_coin_and_do_not_drift():
         assert 8 * LR < x.std() < 12 * LR
 
 
-def test_what_does_not_count_stays_still_and_groups_have_their_own_settings():
+def test_masked_elements_stay_and_groups_have_their_own_settings():
     params = parameters()
     before = [p.detach().clone() for p in params]
     mask = torch.rand(SIZES[0]) < 0.5
@@ -166,7 +166,7 @@ def test_what_does_not_count_stays_still_and_groups_have_their_own_settings():
     torch.testing.assert_close(params[2].detach(), before[2] + 2 * LR * params[2].grad.sign())
 
 
-def test_a_gradient_that_is_not_finite_costs_one_step_on_all_ranks():
+def test_a_nonfinite_gradient_costs_one_step_on_all_ranks():
     def run(rank, transport):
         params = parameters()
         optimizer = OneBitLion(params, LR, process_group=transport)
@@ -326,7 +326,7 @@ def loaded_by_dcp(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, 
     return flat(list(model)), flat([optimizer.momentum(p) for p in model])
 
 
-def test_a_checkpoint_loads_into_other_numbers_of_ranks_with_the_mean_of_the_momenta(tmp_path):
+def test_other_numbers_of_ranks_load_the_mean_of_the_momenta(tmp_path):
     wrote = run_ranks(saved_by_dcp, 2, str(tmp_path / "saved"))
     assert all(same for *_, same in wrote), "on as many ranks it goes on bit for bit"
     mean = (wrote[0][1] + wrote[1][1]) / 2

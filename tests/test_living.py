@@ -40,7 +40,7 @@ def step(optimizer: OneBitAdam, t: int, rank: int = 0, late_from: int = 0) -> No
     optimizer.step()
 
 
-def test_renewals_follow_each_other_closely_at_first_and_come_every_50_steps_in_the_end():
+def test_renewals_are_close_at_first_and_50_steps_apart_later():
     optimizer, seen = make(), [0]
     for t in range(420):
         step(optimizer, t)
@@ -100,7 +100,7 @@ def drop_late(optimizer: OneBitAdam, t: int, late_from: int) -> None:
 
 
 @pytest.mark.parametrize("guard", ["rewarm", "warn", "off"])
-def test_a_tensor_without_a_gradient_at_first_begins_as_adam_would(guard):
+def test_a_tensor_whose_gradients_come_late_begins_as_adams(guard):
     optimizer = make(betas=(0.9, 0.999), lr=1e-3, weight_decay=0.0, faults=Faults(guard=guard))
     late, moved = optimizer.param_groups[0]["params"][LATE], []
     for t in range(120):
@@ -131,7 +131,7 @@ def test_a_step_that_the_guard_refuses_still_tells_the_level():
     assert 0 < refused <= 100
 
 
-def test_a_tensor_that_has_come_alive_brings_renewals_closer_again():
+def test_a_tensors_first_gradients_bring_renewals_closer_again():
     optimizer, seen = make(), [0]
     for t in range(260):
         step(optimizer, t, late_from=150)
@@ -141,7 +141,8 @@ def test_a_tensor_that_has_come_alive_brings_renewals_closer_again():
     assert seen[alive + 12] - seen[alive] >= 6
 
 
-def test_a_tensor_that_stirs_has_a_variance_soon_although_renewals_are_far_apart():
+def test_a_tensors_first_gradient_soon_gets_a_variance():
+    """Although renewals are far apart by then."""
     optimizer, soon = make(), 12
     for t in range(300):
         step(optimizer, t, late_from=1000)
@@ -162,7 +163,7 @@ def optimizer_waits(seen: list[int], t: int) -> bool:
 
 @pytest.mark.long(but=1)
 @BOTH
-def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal(kind):
+def test_a_run_resumes_between_a_projection_and_its_renewal(kind):
     for cut in (6, 7, 40, 41, 42, 43, 44, 45, 46):
         straight = make(kind=kind)
         for t in range(cut):
@@ -180,7 +181,7 @@ def test_a_run_goes_on_from_a_checkpoint_between_a_projection_and_its_renewal(ki
         assert straight.stats()["renewals"] == resumed.stats()["renewals"] > 5
 
 
-def test_a_layer_of_lamb_that_is_late_moves_no_farther_than_it_is_large():
+def test_a_late_layer_of_lamb_moves_no_farther_than_it_is_large():
     optimizer, moved = make(kind=OneBitLamb, lr=1e-3, weight_decay=0.0), []
     late = optimizer.param_groups[0]["params"][LATE]
     for t in range(160):
@@ -204,7 +205,7 @@ def test_without_adaptation_a_living_lamb_is_a_living_adam():
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("beta2", [0.9, 0.99])
-def test_a_tensor_that_is_idle_for_long_comes_back_by_steps_of_the_usual_size(beta2):
+def test_a_tensor_idle_for_long_returns_by_steps_of_usual_size(beta2):
     optimizer = make(betas=(0.9, beta2), lr=1e-3, weight_decay=0.0)
     late, moved = optimizer.param_groups[0]["params"][LATE], []
     for t in range(1000):
@@ -218,7 +219,7 @@ def test_a_tensor_that_is_idle_for_long_comes_back_by_steps_of_the_usual_size(be
 
 @pytest.mark.long(but=1)
 @BOTH
-def test_a_re_warm_up_after_squares_were_told_goes_on_from_what_is_saved_there(kind):
+def test_a_rewarmup_between_squares_and_renewal_can_be_resumed(kind):
     faults = Faults(rewarm_steps=10)
     for cut in (5, 6, 7, 8, 9, 15, 19, 20, 21, 22, 23):
         straight, resumed, never_saved = (refusing(make(kind=kind, faults=faults), 4) for _ in range(3))
@@ -347,7 +348,7 @@ def test_ranks_stay_alike_where_one_of_them_lacks_gradients(kind):
     assert len(set(first)) == 45
 
 
-def test_a_run_goes_on_where_tensors_without_any_gradient_leave_the_table_as_it_is():
+def test_a_run_resumes_where_missing_gradients_leave_the_table():
     def at(optimizer: Any, t: int) -> None:
         drop_late(optimizer, t, late_from=t if t % 4 else t + 1)
 
@@ -366,7 +367,7 @@ def test_a_run_goes_on_where_tensors_without_any_gradient_leave_the_table_as_it_
 
 
 @BOTH
-def test_a_checkpoint_loads_while_the_host_is_told_that_a_tensor_stirs(kind):
+def test_a_checkpoint_loads_while_a_first_gradient_is_reported(kind):
     optimizer, told = make(kind=kind), 0
     for t in range(320):
         step(optimizer, t, late_from=300)
@@ -383,7 +384,7 @@ def test_a_checkpoint_loads_while_the_host_is_told_that_a_tensor_stirs(kind):
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("coherent", [False, True])
 @pytest.mark.parametrize(("size", "bounds"), [(0.02, {"c_min": 1.0, "c_max": 1.0}), (0.0, {}), (1.0, {})])
-def test_the_guard_of_a_living_lamb_refuses_no_healthy_step_whatever_bounds_its_coefficients(size, bounds, coherent):
+def test_a_living_lambs_guard_refuses_no_healthy_step(size, bounds, coherent):
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape) * size) for shape in SHAPES]
     optimizer = OneBitLamb(params, lr=1e-3, warmup=30, betas=(0.9, 0.99), layerwise=Layerwise(**bounds))

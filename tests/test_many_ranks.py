@@ -16,7 +16,7 @@ pytestmark = pytest.mark.kernels
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("ternary", [False, True])
 @pytest.mark.parametrize("world_size", [7, 8, 9, 16, 21])
-def test_server_reduce_adds_groups_of_ranks_and_the_rest_in_rank_order(world_size, ternary):
+def test_server_reduce_adds_ranks_in_groups_and_in_order(world_size, ternary):
     def make() -> tuple:
         p = problem((300, 0, 5, 700), world_size, 128, ternary=ternary, masks={0: torch.arange(300) % 3 > 0})
         return p.server_arguments("block", world_size - 1)
@@ -47,7 +47,7 @@ def test_server_reduce_of_zero_scales_has_eagers_zeros():
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("norm", ["l1", "contractive"])
 @pytest.mark.parametrize("world_size", [1, 3, 40])
-def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_size, norm):
+def test_finish_takes_short_segments_by_lane_long_ones_together(world_size, norm):
     sizes = (*[5] * 60, 45 * 128, 1, 33 * 128, 32 * 128, *[3] * (LANES - 30))
 
     def make() -> tuple:
@@ -64,7 +64,7 @@ def test_finish_takes_short_segments_by_the_lane_and_long_ones_together(world_si
 
 @pytest.mark.long(but=6)
 @pytest.mark.parametrize("scope", ["global", "layer", "block"])
-def test_finish_flags_every_message_of_hundreds_where_an_element_was_dropped(scope):
+def test_finish_flags_each_of_hundreds_of_messages_at_a_drop(scope):
     sizes = (5, 7 * 128, 50 * 128, 3)
 
     def make() -> tuple:

@@ -41,7 +41,7 @@ def test_every_line_of_the_algorithms_in_float64(name, topology, world_size, loc
 
 @pytest.mark.long(but=1)
 @EACH
-def test_without_full_precision_the_compensation_goes_on_from_the_first_round(name):
+def test_without_full_precision_compensation_starts_in_round_one(name):
     options = TORCH[name] | {"full_precision_every": 0, "compensation_limit": None, "global_ratio": 0.7}
     ranks = run(3, name, 12, options)
     assert [m.phase for m in ranks[0][1:]] == ["one-bit"] * 12
@@ -150,7 +150,7 @@ def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(name, local_ste
     ids=str,
 )
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_in_full_precision_marsit_sgd_is_sgd_on_averaged_gradients(kind, world_size):
+def test_in_full_precision_marsit_sgd_is_sgd_on_mean_gradients(kind, world_size):
     """Momenta of one's own average to the momentum of the average."""
     steps = 60
     ranks = run(world_size, "sgd", steps, {"full_precision_every": 1} | kind)
@@ -191,7 +191,7 @@ def test_one_worker_in_full_precision_is_adamw():
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("local_steps", [1, 2])
 @EACH
-def test_bfloat16_parameters_without_masters_are_rounded_once_a_round(name, local_steps):
+def test_bfloat16_without_masters_is_rounded_once_a_round(name, local_steps):
     options = {"full_precision_every": 0, "global_ratio": 0.3, "local_steps": local_steps}
     ranks = run(3, name, 8 * local_steps, options, make=lambda: make(dtype=torch.bfloat16))
     eta_s = torch.tensor(1e-2) * torch.tensor(0.3) * local_steps
@@ -211,7 +211,7 @@ def test_bfloat16_parameters_without_masters_are_rounded_once_a_round(name, loca
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("local_steps", [1, 2])
 @EACH
-def test_masters_of_bfloat16_parameters_follow_the_algorithm_exactly(name, local_steps):
+def test_masters_of_bfloat16_follow_the_algorithm_exactly(name, local_steps):
     """Each master makes the steps of a float32 parameter, of which the parameter is the rounded value."""
     options = {"full_precision_every": 3, "local_steps": local_steps} | TORCH[name]
 

@@ -88,7 +88,7 @@ def test_resuming_in_processes_continues_bit_for_bit(name):
 @pytest.mark.parametrize("cut", [3, 7, 8])
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["plain", "masters"])
 @EACH_PLACE
-def test_resuming_within_a_round_of_local_steps_continues_bit_for_bit(topology, world_size, options, cut):
+def test_resuming_within_a_round_continues_bit_for_bit(topology, world_size, options, cut):
     """After 8 steps one rank already has the NaN for which all will skip the round."""
     options = options | {"topology": topology, "full_precision_every": 2, "local_steps": 3}
     dtype = torch.bfloat16 if "master_weights" in options else torch.float32
@@ -164,7 +164,7 @@ def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str,
         ("local steps", "written after 1 local steps of a round, but local_steps is 1"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused_on_every_rank_and_changes_nothing(case, text):
+def test_another_runs_checkpoint_is_refused_and_changes_nothing(case, text):
     results = run_ranks(load_wrong, 2, case, group_timeout=10)
     assert any(text in message for _, message, _ in results)
     for kind, _, still in results:
@@ -206,7 +206,7 @@ def change_local_steps(rank: int, world_size: int) -> tuple[bool, list[str], lis
     return names == between, names, fingerprint(parameters(three))
 
 
-def test_between_two_rounds_a_checkpoint_fits_any_number_of_local_steps():
+def test_between_rounds_a_checkpoint_fits_any_local_steps():
     results = run_ranks(change_local_steps, 2)
     assert all(same for same, _, _ in results)
     assert results[0][1] == ["compensation", "momentum_buffer", "rank", "step"]

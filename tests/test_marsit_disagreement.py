@@ -75,7 +75,7 @@ CASES = [
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize(("options", "world_size", "steps"), CASES, ids=str)
 @EACH
-def test_a_number_that_is_not_finite_on_one_rank_skips_the_round_on_all(name, options, world_size, steps, nonfinite):
+def test_a_nonfinite_number_on_one_rank_skips_the_round_on_all(name, options, world_size, steps, nonfinite):
     local_steps = options.get("local_steps", 1)
     for at in range(local_steps):
         value = float("nan" if at % 2 == 0 else "-inf")
@@ -95,7 +95,7 @@ def test_a_number_that_is_not_finite_on_one_rank_skips_the_round_on_all(name, op
             assert "every rank skipped the step (1 so far)" in [*seen["warned"], seen["outcome"][1]][0]
 
 
-def test_what_workers_have_in_a_skipped_round_is_kept_but_for_what_is_not_finite():
+def test_a_skipped_round_keeps_all_finite_work_of_the_workers():
     """The mean over the ranks of the compensation gains the mean of the updates."""
 
     def run(rank: int, transport: Transport, steps: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -170,7 +170,7 @@ def other_lr(rank: int, world_size: int, topology: str, steps: int, key: str) ->
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("steps", [2, 3], ids=["one-bit", "full precision"])
 @EACH_PLACE
-def test_another_hyper_parameter_on_one_rank_is_caught_on_all_and_training_can_go_on(topology, world_size, steps):
+def test_one_ranks_other_setting_raises_on_all_which_can_go_on(topology, world_size, steps):
     for key in ("lr", "global_ratio"):
         results = run_ranks(other_lr, world_size, topology, steps, key, group_timeout=10)
         for kind, message, still, bits in results:
@@ -191,7 +191,7 @@ def other_lr_between_rounds(rank: int, world_size: int) -> list[type | None]:
     return seen
 
 
-def test_a_learning_rate_that_only_differs_between_two_rounds_is_noticed_in_the_next():
+def test_a_rate_that_differs_between_rounds_raises_in_the_next():
     none = [None, None]
     for seen in run_ranks(other_lr_between_rounds, 2):
         assert seen == [*none, OutOfStepError, *none, None]
@@ -210,7 +210,7 @@ def step_once_more(rank: int, world_size: int, topology: str) -> tuple[type | No
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("topology", ["ring", "owner"])
-def test_a_rank_that_steps_once_more_gets_an_error_and_can_not_go_on(topology):
+def test_a_rank_that_steps_once_more_raises_and_cannot_go_on(topology):
     kind, message, waited, repeated = run_ranks(step_once_more, 2, topology, group_timeout=2)[0]
     print(f"{topology}: waited {waited:.1f} s for the other rank (limit 10)")
     assert kind is CollectiveError
@@ -268,7 +268,7 @@ def fail_on_one_rank(rank: int, world_size: int, options: dict, at: int) -> tupl
     ],
     ids=str,
 )
-def test_an_error_on_one_rank_is_raised_on_all_at_the_next_round_and_nobody_hangs(options, world_size, at):
+def test_one_ranks_error_raises_on_all_at_the_next_round(options, world_size, at):
     results = run_ranks(fail_on_one_rank, world_size, options, at, group_timeout=10)
     for rank, (kinds, message, bits, skipped) in enumerate(results):
         assert kinds[:-1] == [None] * (len(kinds) - 1)

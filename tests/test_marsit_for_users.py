@@ -60,7 +60,7 @@ def grow(rank: int, world_size: int, local_steps: int) -> tuple[tuple, tuple, li
 
 
 @pytest.mark.parametrize("local_steps", [1, 2])
-def test_a_group_can_be_added_between_rounds_and_what_workers_have_stays(local_steps):
+def test_groups_can_be_added_between_rounds_and_workers_keep_all(local_steps):
     results = run_ranks(grow, 2, local_steps, group_timeout=10)
     for outcome, differ, rounds, bits, good in results:
         assert all(good)
@@ -138,7 +138,7 @@ def test_a_schedule_of_torch_drives_it_without_warnings():
             scheduler.step()
 
 
-def test_a_learning_rate_of_zero_moves_nothing_and_takes_nothing_away():
+def test_a_learning_rate_of_zero_moves_and_loses_nothing():
     def run(rank: int, transport: Transport) -> tuple[float, float, bool]:
         optimizer = MarsitSGD(make(), 1e-2, rounds=Rounds(full_precision_every=0), process_group=transport)
         train(optimizer, rank, 3)
@@ -163,7 +163,7 @@ def test_momentum_that_comes_later_is_refused_instead_of_ignored():
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("every", [0, 1])
-def test_stochastic_rounding_keeps_small_updates_in_rounds_of_either_kind(every):
+def test_stochastic_rounding_keeps_small_updates_in_all_rounds(every):
     param = Parameter(torch.full((1000,), 4.0, dtype=torch.bfloat16))
     options = {"momentum": 0.0, "global_ratio": 1.0, "full_precision_every": every, "stochastic_rounding": True}
     optimizer = MarsitSGD([param], 1e-3, **objects(**options))
@@ -174,7 +174,7 @@ def test_stochastic_rounding_keeps_small_updates_in_rounds_of_either_kind(every)
     assert param.float().mean().item() == pytest.approx(3.6, abs=0.02)
 
 
-def test_updates_whose_sum_would_overflow_are_averaged_all_the_same():
+def test_updates_whose_sum_would_overflow_are_averaged():
     def run(rank: int, transport: Transport) -> Tensor:
         param = Parameter(torch.zeros(10))
         optimizer = MarsitSGD(
@@ -205,7 +205,7 @@ class Watched(SimulatedTransport):
         return Waited()
 
 
-def test_the_local_work_for_a_segment_is_done_while_its_bits_are_under_way():
+def test_a_segments_local_work_is_done_while_its_bits_travel():
     def run(rank: int, transport: SimulatedTransport) -> list[str]:
         watched = Watched(transport.group, rank)
         watched.notes = []
@@ -219,7 +219,7 @@ def test_the_local_work_for_a_segment_is_done_while_its_bits_are_under_way():
 
 
 @pytest.mark.parametrize("skipped", [{2}, {1, 3}, {0, 2}, {4}, {1, 2, 3, 4}, {2, 4, 5}], ids=str)
-def test_alone_as_well_rounds_of_full_precision_do_not_count_those_that_were_skipped(skipped):
+def test_full_precision_rounds_do_not_count_skipped_ones(skipped):
     def run(rank: int, transport: SimulatedTransport) -> list[bool]:
         reduce = MarsitAllReduce(FlatLayout((3,), 2), transport, full_precision_every=4)
         full = []
@@ -261,7 +261,7 @@ def bad_tensors(rank: int, transport: Transport, case: str) -> tuple[type | None
         ("step", "step must be a finite number >= 0, got -1.0"),
     ],
 )
-def test_bad_tensors_of_one_rank_are_its_error_and_a_skipped_round_for_all(case, text):
+def test_one_ranks_bad_tensors_are_its_error_and_skip_the_round(case, text):
     (kind, _, skipped), (bad, said, _) = SimulatedGroup(2).run(lambda r, t: bad_tensors(r, t, case))
     assert kind is None
     assert skipped

@@ -38,7 +38,7 @@ def clipped(rank: int, transport: Transport, local_steps: int) -> list[tuple[flo
     return seen
 
 
-def test_with_one_local_step_one_factor_clips_all_ranks_by_the_mean_of_their_norms():
+def test_with_one_local_step_the_mean_norm_clips_all_ranks():
     for of_ranks in zip(*SimulatedGroup(3).run(lambda r, t: clipped(r, t, 1)), strict=True):
         mean = sum(own for own, *_ in of_ranks) / 3
         factor = min(1.0, 0.5 / mean)
@@ -91,7 +91,7 @@ def scale_losses(
 @pytest.mark.long(but=1)
 @EACH_PLACE
 @EACH
-def test_an_overflow_on_one_rank_skips_the_round_on_all_and_leaves_no_trace(name, topology, world_size):
+def test_one_ranks_overflow_skips_the_round_and_leaves_no_trace(name, topology, world_size):
     """Rounds count, so overflows do not come where they would shift those of full precision."""
     overflows = (6, 11)
     options = {"topology": topology}
@@ -141,7 +141,7 @@ def full_ignores(step: int, line: str) -> bool:
 
 @pytest.mark.long(but=1)
 @EACH
-def test_an_overflow_changes_neither_parameters_nor_moments_on_any_rank(name):
+def test_an_overflow_changes_no_parameter_and_no_moment(name):
     for still, others in run_ranks(overflow_leaves, 2, name):
         assert still == [True, True]
         assert not others

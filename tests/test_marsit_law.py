@@ -84,7 +84,8 @@ def deviations(way: tuple[str, int, int | None], kind: type = MarsitAllReduce) -
 
 @pytest.mark.long(but=1)
 @each(*RINGS, *TORUSES, *OWNERS)
-def test_a_bit_is_1_as_often_as_the_workers_bits_are_in_every_segment_and_whoever_has_them(way):
+def test_a_bit_is_1_as_often_as_the_workers_bits_are(way):
+    """In every segment, and whichever of the workers have a 1."""
     worst, chi_square = deviations(way)
     assert worst <= MOST
     assert abs(chi_square) <= MOST
@@ -103,7 +104,7 @@ class ByRank(MarsitAllReduce):
 
 @pytest.mark.full
 @each(*RINGS, *TORUSES, *OWNERS)
-def test_the_law_holds_in_every_segment_with_a_million_draws_for_each(way):
+def test_the_law_holds_in_every_segment_over_a_million_draws(way):
     topology, world_size, rows = way
     draws = 1_000_448  # whole blocks
     layout = FlatLayout((world_size * draws,), world_size)
@@ -126,7 +127,7 @@ def test_the_law_holds_in_every_segment_with_a_million_draws_for_each(way):
 
 @pytest.mark.long(but=1)
 @each(*RINGS[1:], *TORUSES)
-def test_with_the_rank_in_place_of_the_position_the_law_is_seen_to_be_broken(way):
+def test_with_ranks_in_place_of_positions_the_law_is_seen_broken(way):
     worst, chi_square = deviations(way, ByRank)
     assert worst > 10 * MOST
     assert chi_square > 10 * MOST
@@ -145,7 +146,7 @@ INDEPENDENT = [("ring", 4, None), ("ring", 5, None), ("torus", 4, 2), ("torus", 
 
 @pytest.mark.long(but=1)
 @each(*INDEPENDENT)
-def test_neighbours_are_uncorrelated_and_sums_vary_as_binomial_ones(way):
+def test_neighbours_are_uncorrelated_and_sums_vary_as_binomial(way):
     x = standardised(draw(way, seed=1))  # with seed 0 one of all these 345 lags is at 4.02, with other seeds none
     lags = torch.tensor([correlation(x[..., lag:], x[..., :-lag]) for lag in (*range(1, 66), 96, 128, 512, 1024)])
     print(f"{name(way)}: worst z of {len(lags)} lags {lags.abs().max():.2f}")
@@ -160,7 +161,7 @@ def test_neighbours_are_uncorrelated_and_sums_vary_as_binomial_ones(way):
 
 @pytest.mark.long(but=1)
 @each(*INDEPENDENT)
-def test_rounds_seeds_segments_patterns_and_places_in_a_word_are_drawn_for_themselves(way):
+def test_rounds_seeds_segments_and_places_draw_independently(way):
     x = standardised(draw(way, rounds=2))
     assert abs(correlation(x[0], x[1])) <= MOST
     assert abs(correlation(x[0], standardised(draw(way, seed=1))[0])) <= MOST
@@ -174,7 +175,7 @@ def test_rounds_seeds_segments_patterns_and_places_in_a_word_are_drawn_for_thems
 
 @pytest.mark.long(but=1)
 @each(*OWNERS[1:])
-def test_with_owners_each_worker_gives_one_of_the_m_bits_at_each_place_of_the_segments(way):
+def test_with_owners_each_worker_gives_one_of_m_bits_at_a_place(way):
     who = patterns(way[1])
     bits = draw(way)[0, :, who.sum(1) == 1]
     assert (bits.sum(0) == 1).all()

@@ -56,7 +56,7 @@ def in_levels(rank: int, world_size: int, kind: str) -> list[list[torch.Tensor]]
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_marsit_on_each_part_with_nodes_as_workers_bit_for_bit(kind):
+def test_it_is_marsit_on_each_part_with_nodes_as_workers(kind):
     ranks = run_ranks(in_levels, 4, kind)
 
     def node(part: slice):
@@ -114,7 +114,7 @@ def with_faults(rank: int, world_size: int) -> list[Any]:
     return [told, optimizer.stats()["skipped_steps"], error, still]
 
 
-def test_a_fault_on_one_rank_is_all_ranks_and_a_run_is_resumed_bit_for_bit():
+def test_one_ranks_fault_is_all_ranks_and_runs_can_be_resumed():
     runs = run_ranks(with_faults, 4)
     for told, skipped, error, still in runs:
         assert all(torch.equal(a, b) for x, y in zip(told, runs[0][0], strict=True) for a, b in zip(x, y, strict=True))

@@ -98,9 +98,7 @@ def check(ranks: list[dict[str, Any]], k: int, local_steps: int, what: str) -> N
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("topology", "world_size"), PLACES)
 @EACH
-def test_parameters_are_bit_identical_after_every_round_and_full_precision_leaves_no_compensation(
-    name, topology, world_size
-):
+def test_rounds_leave_equal_ranks_full_ones_no_compensation(name, topology, world_size):
     ranks = simulate(train_all, world_size, name, topology)
     for (k, local_steps), seen in zip(SCHEDULES, zip(*ranks, strict=True), strict=True):
         check(list(seen), k, local_steps, f"{name}, {topology} of {world_size}, K={k}, {local_steps} local steps")
@@ -135,7 +133,7 @@ def draws(rank: int, transport: Transport, topology: str, seeds: tuple[int, ...]
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("topology", ["ring", "owner"])
-def test_a_seed_gives_the_same_run_again_and_another_seed_another(topology):
+def test_a_seed_repeats_its_run_and_another_does_not(topology):
     for prints in simulate(draws, 2, topology, (5, 5, 6)):
         assert prints[0] == prints[1] != prints[2]
 
@@ -174,9 +172,7 @@ FULL = {"_allgather_base_": 1, "allreduce_": 1}
     ],
     ids=str,
 )
-def test_a_round_takes_as_many_exchanges_as_its_topology_has_hops_and_a_local_step_none(
-    name, world_size, options, expected
-):
+def test_a_round_takes_one_exchange_a_hop_and_a_local_step_none(name, world_size, options, expected):
     for tensors in (1, 100):
         for seen in run_ranks(count_collectives, world_size, name, options, tensors):
             assert [phase for phase, _ in seen][1::2] == ["uncompressed", "one-bit", "one-bit", "uncompressed"]

@@ -79,7 +79,7 @@ def test_masters_in_16_bits_are_the_float32_copies_bit_by_bit(name):
 
 
 @EACH
-def test_masters_in_8_bits_are_others_and_parameters_their_nearest(name):
+def test_8_bit_masters_differ_and_parameters_are_their_nearest(name):
     for same, nearest, _ in simulate(beside_copies, 2, name, "8bit"):
         assert not any(same)
         assert all(nearest)
@@ -175,7 +175,7 @@ def test_float32_parameters_beside_are_masters_themselves():
 
 @EACH_WAY
 @pytest.mark.parametrize("how", ["in place", "in part", "other memory", "data"])
-def test_what_is_written_into_a_parameter_counts_but_for_half_a_unit(how, kept):
+def test_what_is_written_into_a_parameter_counts_to_half_a_unit(how, kept):
     optimizer = build("AdamW", kept, lr=1e-4)
     train(optimizer, 0, range(4), BF16)
     p, before = parameters(optimizer)[0], masters(optimizer)
@@ -240,7 +240,7 @@ def test_resuming_is_exact_in_either_order(name, cut, kept, model_first):
 
 
 @EACH_WAY
-def test_a_checkpoint_that_was_loaded_is_saved_again_before_and_after_the_model_is(kept):
+def test_loaded_masters_stay_before_and_after_the_model_loads(kept):
     first, again = build("AdamW", kept), build("AdamW", kept, seed=1)
     train(first, 0, range(5), BF16)
     saved, expected = through_a_file(first.state_dict()), masters(first)
@@ -268,7 +268,7 @@ def test_checkpoints_go_from_each_kind_of_masters_to_each(source, target):
 
 
 @EACH_WAY
-def test_a_parameter_that_is_not_its_loaded_master_rounded_counts(kept):
+def test_a_parameter_that_is_not_its_loaded_master_counts(kept):
     first, again = build("AdamW", kept), build("AdamW", kept, seed=1)
     train(first, 0, range(5), BF16)
     again.load_state_dict(through_a_file(first.state_dict()))

@@ -54,7 +54,7 @@ def beside_float32(rank: int, transport: Transport, name: str, dtype: torch.dtyp
 @pytest.mark.long(but=1)
 @EACH_HALF
 @pytest.mark.parametrize("name", ["onebit-adam", "onebit-lamb", "lamb"])
-def test_masters_are_what_float32_parameters_would_be_on_both_ranks_across_the_freeze(name, dtype):
+def test_masters_are_what_float32_parameters_would_be(name, dtype):
     ranks = simulate(beside_float32, 2, name, dtype)
     for told in ranks:
         assert all(told["rounded"])
@@ -158,7 +158,7 @@ def test_what_is_written_into_a_parameter_its_master_takes_over(how, step, compi
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_a_group_added_later_has_masters_and_the_others_keep_theirs(written):
+def test_a_group_added_later_has_masters_and_others_keep_theirs(written):
     p, *others = make(torch.bfloat16)
     optimizer = OneBitAdam([p], 1e-3, freeze_step=20, numerics=Numerics(master_weights=True))
     train(optimizer, 0, range(5), torch.bfloat16)
@@ -200,7 +200,7 @@ def test_resuming_is_exact_in_either_order(name, cut, model_first, dtype):
 
 
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
-def test_what_was_written_right_before_saving_counts_after_loading(model_first):
+def test_what_is_written_before_saving_counts_after_loading(model_first):
     first, again = (
         OneBitAdam(make(torch.bfloat16, s), 1e-4, freeze_step=9, numerics=Numerics(master_weights=True)) for s in (0, 1)
     )
@@ -237,7 +237,7 @@ def test_checkpoints_with_masters_and_without(kind, steps):
     assert target.stats()["step"] == steps + 2
 
 
-def test_a_master_of_another_shape_is_refused_and_nothing_is_changed():
+def test_a_master_of_another_shape_is_refused_unchanged():
     source, target = (
         OneBitAdam(make(torch.bfloat16, s), freeze_step=9, numerics=Numerics(master_weights=True)) for s in (0, 1)
     )

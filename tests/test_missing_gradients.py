@@ -161,7 +161,7 @@ def test_none_on_some_ranks_is_zeros_there(name):
 
 
 @pytest.mark.parametrize("name", ZERO_ONE)
-def test_between_renewals_zero_one_leaves_parameters_and_what_is_owed(name):
+def test_between_renewals_zero_one_leaves_what_has_no_gradient(name):
     """Where the momentum turns from floats into bits it becomes residual; nothing of it is lost."""
 
     def work(rank: int, transport: Any) -> None:

@@ -126,7 +126,7 @@ def clip(rank: int, world_size: int, name: str) -> tuple[float, str, str]:
 @pytest.mark.long(but=2)
 @QUIET
 @EACH
-def test_all_parts_are_clipped_by_the_norm_of_the_whole_model_and_replicas_stay_alike(name):
+def test_parts_are_clipped_by_the_norm_of_the_whole_model(name):
     ranks = run_ranks(clip, 4, name)
     worst = max(each for each, *_ in ranks)
     print(
@@ -268,7 +268,7 @@ def spoil(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
 @pytest.mark.long(but=1)
 @QUIET
 @EACH
-def test_a_gradient_that_is_no_number_in_one_shard_makes_all_of_the_model_skip(name):
+def test_a_nan_in_one_shard_makes_all_of_the_model_skip(name):
     ranks = run_ranks(spoil, 4, name)
     assert all(each == ranks[0] for each in ranks)
     assert ranks[0][0] == 2
@@ -290,7 +290,7 @@ def explode(rank: int, world_size: int) -> tuple[Any, ...]:
 
 
 @QUIET
-def test_an_update_that_the_guard_refuses_in_one_shard_all_of_the_model_refuse():
+def test_what_the_guard_refuses_in_one_shard_all_parts_refuse():
     ranks = run_ranks(explode, 4)
     assert all(each == ranks[0] for each in ranks)
     phases, skipped, _ = ranks[0]
@@ -412,7 +412,7 @@ def resume(rank: int, world_size: int, name: str, folder: str, is_plain: bool) -
 @QUIET
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "DTensors"])
 @pytest.mark.parametrize("name", ["AdamW, ours", "OneBitAdam"])
-def test_each_part_of_the_model_is_saved_by_itself_and_resumes_bit_for_bit(name, is_plain, tmp_path):
+def test_each_part_is_saved_by_itself_and_resumes_bit_for_bit(name, is_plain, tmp_path):
     for went_on, *resumed in run_ranks(resume, 4, name, str(tmp_path), is_plain):
         assert resumed == [went_on] * len(resumed)
 
@@ -442,7 +442,7 @@ def plant(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> tuple[i
     "name", ["AdamW, ours", "OneBitAdam", "ZeroOneAdam, own, rounds of 3", "MarsitSGD", "OneBitLion"]
 )
 @pytest.mark.parametrize("on", [(3,), (1, 3)], ids=["one rank", "all replicas"])
-def test_a_replica_that_has_parted_is_found_on_all_ranks_within_64_steps(name, on):
+def test_a_diverged_replica_is_found_on_all_within_64_steps(name, on):
     ranks = run_ranks(plant, 4, name, on)
     assert all(PLANTED <= step <= 64 + 2 for step, *_ in ranks)  # the second comparison, told where a round ends
     assert len({step for step, *_ in ranks}) == 1

@@ -134,7 +134,7 @@ UNIT = {"bf16": 2.0**-7, "8bit": 2.0**-3}
 
 
 @each_state
-def test_what_is_kept_is_a_neighbour_of_what_float32_has_and_the_same_on_average(state):
+def test_what_is_kept_is_next_to_float32_and_unbiased(state):
     p, draws = problem((3072,), 1, 128), 400
     start = in_float32(*kept(p.compensated, state))
     if state == "8bit":
@@ -154,7 +154,7 @@ def test_what_is_kept_is_a_neighbour_of_what_float32_has_and_the_same_on_average
 
 
 @each_state
-def test_what_is_sent_and_what_is_kept_add_up_to_what_was_compressed(state):
+def test_what_is_sent_and_kept_adds_up_to_what_was_compressed(state):
     p = problem((3072,), 1, 128)
     start = in_float32(*kept(p.compensated, state))
     c, bits, partials = compressed(p, start, state, 7)
@@ -173,7 +173,7 @@ def test_what_is_sent_and_what_is_kept_add_up_to_what_was_compressed(state):
 @pytest.mark.kernels
 @each_state
 @pytest.mark.parametrize("inside", [False, True])
-def test_every_backend_takes_a_step_of_lamb_from_and_to_fewer_bits_alike(inside, state):
+def test_every_backend_takes_a_lamb_step_in_fewer_bits_alike(inside, state):
     def make(found: bool = True) -> tuple:
         p = problem(SIZES, 2, 128, masks=MASKS)
         p.grads[0].view(-1)[3] = torch.inf

@@ -42,7 +42,7 @@ def test_backend_and_repr_tell_where_kernels_have_one_thread(monkeypatch):
 
 
 @needs_compiler
-def test_without_a_compiler_eager_runs_says_why_and_gives_the_same_bits(tmp_path):
+def test_without_a_compiler_eager_says_why_and_has_the_same_bits(tmp_path):
     told, bits = alone()
     nothing = {"PATH": str(tmp_path), "CC": "", "XDG_CACHE_HOME": str(tmp_path)}
     assert told.startswith("C, ")
@@ -89,7 +89,7 @@ def test_c_kernels_start_no_threads_beside_those_of_torch():
 
 
 @needs_compiler
-def test_c_kernels_are_refused_for_other_devices_and_where_there_are_none(monkeypatch):
+def test_c_kernels_are_refused_for_other_devices_or_if_missing(monkeypatch):
     with using("native"), pytest.raises(RuntimeError, match="C kernels work on CPU tensors, got cuda"):
         triton_kernels.backends.chosen("cuda")
     monkeypatch.setattr(native, "_library", lambda: (None, "no C compiler was found"))
@@ -121,7 +121,7 @@ def test_tensors_that_c_would_misread_are_named():
     ],
     ids=["momentum_compress", "server_reduce", "adam_update", "lamb_update"],
 )
-def test_a_tensor_that_stands_in_for_one_that_is_left_out_is_checked_all_the_same(op, arguments, name):
+def test_a_tensor_in_the_place_of_one_left_out_is_checked_too(op, arguments, name):
     given, flat_name = arguments(Problem((300,), 1, 128)), name.replace(".", "_")
     tensor = getattr(given, flat_name)
     other = torch.float64 if tensor.dtype == torch.float32 else torch.float32
@@ -131,7 +131,7 @@ def test_a_tensor_that_stands_in_for_one_that_is_left_out_is_checked_all_the_sam
 
 
 @needs_compiler
-def test_tensors_that_are_too_short_are_named_before_anything_is_read():
+def test_too_short_tensors_are_named_before_anything_is_read():
     given, one = Problem((300,), 4, 128).momentum_arguments(torch.ones(512)), torch.zeros(1, dtype=torch.int32)
     ways = [
         ({"places": given.places._replace(live_row=one)}, r"places.live_row must be int32 \[B\] = \[4\]"),
@@ -172,7 +172,7 @@ def test_gradients_and_parameters_without_memory_are_refused():
         triton_kernels.momentum_compress([torch.randn(299)], *problem.momentum_arguments()[1:])
 
 
-def test_the_root_of_eager_is_correctly_rounded_with_numpy_and_without():
+def test_eagers_root_is_correctly_rounded_with_and_without_numpy():
     x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-44, 38, (1 << 16,))
     x[:4] = torch.tensor([0.0, 1e-45, 3.4e38, torch.inf])
     exact = x.double().sqrt().float()

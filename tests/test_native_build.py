@@ -144,7 +144,7 @@ def test_a_sanitizers_library_ends_no_process(tmp_path: Path):
 
 @needs_compiler
 @pytest.mark.full
-def test_arguments_for_another_arithmetic_do_not_switch_denormals_off(tmp_path: Path):
+def test_fast_math_arguments_do_not_switch_denormals_off(tmp_path: Path):
     told = alone(
         ALONE + "print((torch.tensor([1e-40]) / 2).item())", CC=f"{COMPILER} -ffast-math", XDG_CACHE_HOME=str(tmp_path)
     )
@@ -156,9 +156,7 @@ def test_arguments_for_another_arithmetic_do_not_switch_denormals_off(tmp_path: 
 
 
 @needs_compiler
-def test_a_library_is_kept_for_the_command_the_compiler_and_the_environment_it_was_made_with(
-    tmp_path: Path, ask: Ask, pretend: str
-):
+def test_a_library_is_kept_by_command_compiler_and_environment(tmp_path: Path, ask: Ask, pretend: str):
     first = f"C, {pretend} (cpu)"
     assert ask(CC=pretend) == first
     assert len(kept(tmp_path)) == 1
@@ -175,9 +173,7 @@ def test_a_library_is_kept_for_the_command_the_compiler_and_the_environment_it_w
 
 
 @needs_compiler
-def test_where_no_file_can_be_in_memory_a_temporary_one_is_loaded(
-    ask: Ask, pretend: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_files_in_memory_a_temporary_one_is_loaded(ask: Ask, pretend: str, monkeypatch: pytest.MonkeyPatch):
     def forbidden(name: str) -> int:
         raise PermissionError
 

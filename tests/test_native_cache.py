@@ -297,9 +297,7 @@ GRID = [
 
 @pytest.mark.long(but=6)
 @pytest.mark.parametrize(("change", "umask"), GRID)
-def test_a_file_that_others_may_have_made_or_that_is_damaged_is_built_again(
-    change: Callable[[Path], None], umask: int, machine: Machine
-):
+def test_a_file_of_others_or_a_damaged_one_is_built_again(change: Callable[[Path], None], umask: int, machine: Machine):
     change(machine.plant(umask))
     for _ in range(2):
         assert machine.run(umask=umask) == ""
@@ -320,7 +318,7 @@ def test_a_planted_library_of_that_name_is_not_run(umask: int, machine: Machine,
     assert machine.builds() == 3
 
 
-def test_a_folder_in_the_librarys_place_costs_a_build_in_each_process(machine: Machine):
+def test_with_a_folder_in_the_librarys_place_each_process_builds(machine: Machine):
     machine.run()
     kept = machine.kept()
     kept.unlink()
@@ -335,7 +333,7 @@ def test_a_folder_in_the_librarys_place_costs_a_build_in_each_process(machine: M
     ["path.write_bytes(b'')", "path.write_bytes(b'x' * len(path.read_bytes()))", "path.unlink()"],
     ids=["truncated", "overwritten", "removed"],
 )
-def test_a_process_runs_on_when_another_changes_the_file_that_it_has_loaded(change: str, machine: Machine):
+def test_a_process_runs_on_when_its_loaded_file_is_changed(change: str, machine: Machine):
     of_each = f"for path in Path({str(machine.cache)!r}).glob('kernels-*'): {change}"
     machine.run()
     for builds in (1, 2):
@@ -385,9 +383,7 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize("change", FOLDERS)
-def test_a_folder_that_others_may_write_to_is_not_used_and_its_user_is_told_once(
-    change: Callable[[Path], None], machine: Machine
-):
+def test_a_folder_others_may_write_to_is_unused_with_one_warning(change: Callable[[Path], None], machine: Machine):
     machine.plant()
     change(machine.cache)
     before = sorted(machine.path.rglob("*"))
@@ -401,7 +397,7 @@ def test_a_folder_that_others_may_write_to_is_not_used_and_its_user_is_told_once
 
 
 @pytest.mark.parametrize("home", [None, "", "relative", "/dev/null", "/proc/self", "{path}/nothing", "{path}/file"])
-def test_without_a_home_that_can_be_written_to_each_process_builds(home: str | None, machine: Machine):
+def test_without_a_writable_home_each_process_builds(home: str | None, machine: Machine):
     (machine.path / "file").write_text("")
     given = home and home.format(path=machine.path)
     before = sorted(machine.path.iterdir())
@@ -424,7 +420,7 @@ def test_a_cache_for_reading_alone_is_read(machine: Machine):
 # ---------------------------------------------------------------- several at once
 
 
-def test_processes_that_start_at_once_all_get_a_right_library_and_keep_one(machine: Machine):
+def test_processes_starting_at_once_get_and_keep_a_right_library(machine: Machine):
     assert machine.run(at_once=4, SLOW="0.1") == ""
     (kept,) = machine.cache.iterdir()
     assert kept == machine.kept()

@@ -66,7 +66,7 @@ def test_payload_is_what_tcp_leaves_of_the_rate():
     assert net.between == pytest.approx(12.5e6 * 1448 / 1547)
 
 
-def test_a_prediction_is_a_steps_own_work_and_the_planners_messages():
+def test_a_prediction_is_own_work_and_the_planners_messages():
     seconds = {"whole": 0.5, "compute": 0.2, "compress": 0.05, "communicate": 0.25}
     record = {"latencies": LATENCIES, "hosts": HOSTS, "parameters": PARAMETERS, "congestion": 1.0}
     record["loopback"] = {"methods": {"onebit-adam": seconds, "alone": {"whole": 0.2}}}

@@ -95,7 +95,7 @@ def test_what_a_rank_loses_it_keeps():
     )
 
 
-def test_the_hook_computes_what_the_labs_rival_does_in_every_bucket():
+def test_the_hook_computes_the_labs_rival_in_every_bucket():
     told = run_ranks(watched, 2)
     indices = [index for index, *_ in told[0]]
     assert len(set(indices)) >= 3, "one bucket says nothing of their order"
@@ -108,7 +108,7 @@ def test_the_hook_computes_what_the_labs_rival_does_in_every_bucket():
                 torch.testing.assert_close(torch.from_numpy(rank[step][2]), expected, rtol=0, atol=0)
 
 
-def test_hooks_in_many_buckets_give_all_ranks_the_same_bits_every_time():
+def test_hooks_in_many_buckets_give_all_ranks_the_same_bits():
     for name in ("int8", "bf16"):
         first, again = (run_ranks(trained, 4, name) for _ in range(2))
         for run in (first, again):

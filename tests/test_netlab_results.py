@@ -36,7 +36,7 @@ def test_messages_take_what_they_take_on_the_papers_ethernet(record, slowest):
     assert 0.92 <= share <= 0.95
 
 
-def test_rates_are_those_of_the_papers_of_public_reports_and_upwards(record):
+def test_rates_are_the_papers_those_of_reports_and_upwards(record):
     rates = [row["megabits"] for row in record["rates"]]
     assert rates == sorted(rates)
     assert {row["share"] for row in record["rates"]} - {None} == {*model.SHARES, *model.REPORTS.values()}
@@ -63,7 +63,7 @@ def test_each_goal_is_met_or_known_to_be_missed(record):
         assert goal.found >= MISSED.get(goal.name, goal.wanted), goal.name
 
 
-def test_the_rate_from_which_on_it_does_not_pay_is_told_or_beyond_what_was_measured(record):
+def test_the_rate_up_to_which_it_pays_is_found_or_beyond_all(record):
     fastest = record["rates"][-1]["megabits"]
     for rival in whole.RIVALS:
         megabits = whole.crossing(record, rival)
@@ -73,7 +73,7 @@ def test_the_rate_from_which_on_it_does_not_pay_is_told_or_beyond_what_was_measu
         assert math.isfinite(megabits) or fastest >= 10_000
 
 
-def test_every_method_was_tuned_on_the_same_grid_and_every_loss_is_told(record):
+def test_every_method_was_tuned_on_one_grid_and_all_losses_shown(record):
     page = PERFORMANCE.read_text()
     for name, told in record["runs"]["methods"].items():
         assert [lr for lr, _ in told["tuning"]] == record["runs"]["grid"]
@@ -85,7 +85,7 @@ def test_every_method_was_tuned_on_the_same_grid_and_every_loss_is_told(record):
             assert run["loss"] is None or f"{run['loss']:.4f}" in page
 
 
-def test_runs_that_were_timed_as_a_whole_take_what_their_stages_add_up_to(record, slowest):
+def test_runs_timed_whole_take_what_their_stages_add_up_to(record, slowest):
     assert record["run"]["megabits"] == slowest["megabits"]
     for name in record["run"]["methods"]:
         found = whole.against_product(record, name)

@@ -43,7 +43,7 @@ def test_the_length_for_a_loss_lies_between_runs_that_were_made():
     assert equal.needed({1.0: math.inf, 1.1: 1.9}, 2.0) == 1.1
 
 
-def test_longer_runs_are_made_until_one_reaches_the_loss_and_shorter_only_where_asked():
+def test_runs_lengthen_to_the_loss_and_shorten_only_where_asked():
     assert equal.next_length({}, 2.0) == 1.0
     assert equal.next_length({1.0: 2.1}, 2.0) == 1.1
     assert equal.next_length({1.0: 2.1, 1.1: 2.0}, 2.0) is None
@@ -53,7 +53,7 @@ def test_longer_runs_are_made_until_one_reaches_the_loss_and_shorter_only_where_
     assert equal.next_length({1.0: 1.9, 0.75: 2.1}, 2.0, shorter=True) is None
 
 
-def test_the_search_tunes_every_method_on_one_grid_and_lengthens_what_falls_behind():
+def test_the_search_tunes_on_one_grid_and_lengthens_slow_methods():
     asked = []
 
     def train(runs):
@@ -128,7 +128,7 @@ def test_renewals_are_counted_as_the_optimizer_makes_them():
     assert [whole.renewals(steps) for steps in range(1, 141)] == [sum(seen[:steps]) for steps in range(1, 141)]
 
 
-def test_zero_one_adams_stages_are_those_in_which_its_workers_tell():
+def test_zero_one_adams_stages_are_those_its_workers_report():
     seen = []
 
     def rank(number, transport):
@@ -146,7 +146,7 @@ def test_zero_one_adams_stages_are_those_in_which_its_workers_tell():
         assert whole.stages("zero-one-adam", steps, 0.0)["telling"] == sum(seen[:steps])
 
 
-def test_buckets_change_when_bits_travel_and_hardly_what_they_are():
+def test_buckets_change_when_bits_travel_hardly_what_they_are():
     def rank(number, transport, buckets):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(40, 50)) for _ in range(8)]
@@ -197,7 +197,7 @@ def test_the_crossing_lies_where_the_gain_is_one():
     assert whole.crossing(a_record(fast), "bf16", among) == 0.0
 
 
-def test_goals_are_those_of_the_page_and_overlap_is_taken_where_it_is_worst():
+def test_goals_are_the_pages_and_overlap_is_taken_at_its_worst():
     rows = a_row(34.6, 0.94), a_row(goals.LITERAL, onebit_adam_overlap=1.5)
     found = {goal.name: goal for goal in goals.goals(a_record(*rows))}
     assert [goal.wanted for goal in found.values()] == [3.5, 2.5, 1.0, 1.2, 0.97]

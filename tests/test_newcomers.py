@@ -34,7 +34,7 @@ def test_a_mistake_is_told_once(name: str):
 
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_a_mistake_on_two_ranks_is_told_once_on_each_and_none_waits_for_ever(name: str):
+def test_a_mistake_on_two_ranks_is_told_once_on_each(name: str):
     _, *says = TOGETHER[name]
     told_on = run_ranks(make_on_a_rank, 2, name, timeout=60, group_timeout=20)
     for rank, (told, pattern) in enumerate(zip(told_on, says, strict=True)):
@@ -102,6 +102,6 @@ def one_optimizer_beside_another(rank: int, world_size: int, how: str) -> list[s
 
 
 @pytest.mark.parametrize("how", ["another model", "frozen", "averaged by DDP"])
-def test_an_optimizer_that_takes_nothing_from_ours_is_not_complained_of(how: str):
+def test_an_optimizer_apart_from_ours_is_not_warned_of(how: str):
     for told in run_ranks(one_optimizer_beside_another, 2, how, group_timeout=20):
         assert not [text for text in told if "ranks will part" in text]

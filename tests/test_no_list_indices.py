@@ -58,7 +58,7 @@ def test_the_tape_refuses_an_index_of_the_hosts(index):
             table[index] = 1.0
 
 
-def test_whether_a_graph_is_captured_is_asked_of_the_optimizers_device(monkeypatch):
+def test_the_optimizers_device_says_if_a_graph_is_captured(monkeypatch):
     """torch asks the current device, which stays 0 where the optimizer's is another."""
     current = [0]
 

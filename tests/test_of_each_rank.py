@@ -64,7 +64,7 @@ def test_a_missing_file_is_one_error_on_every_rank(tmp_path: Path):
     assert first.startswith(f"DisagreementError: failed on rank 1: {said}")
 
 
-def test_without_any_file_what_is_given_is_loaded_and_refused_where_it_is_another_ranks(tmp_path: Path):
+def test_without_files_state_of_another_rank_is_refused(tmp_path: Path):
     for told in run_ranks(resume, 2, str(tmp_path), "onebit-rank-*", timeout=60, group_timeout=20):
         assert "each rank must load the file that it saved itself" in told
 
@@ -76,7 +76,7 @@ def unwritable(rank: int, world_size: int, folder: str) -> str:
     return f"{error.type.__name__}: {error.value}"
 
 
-def test_a_file_that_cannot_be_written_is_one_error_on_every_rank(tmp_path: Path):
+def test_an_unwritable_file_is_one_error_on_every_rank(tmp_path: Path):
     (tmp_path / "file").touch()
     first, second = run_ranks(unwritable, 2, str(tmp_path), timeout=60, group_timeout=20)
     assert first.startswith("DisagreementError: failed on rank 1: ")
@@ -99,5 +99,5 @@ def attached(rank: int, world_size: int) -> list[str]:
     return []
 
 
-def test_what_is_attached_stays_so_and_may_not_be_clipped_by_others():
+def test_an_attached_optimizer_stays_so_and_is_not_clipped():
     assert run_ranks(attached, 2) == [[], []]

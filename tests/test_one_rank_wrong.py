@@ -47,7 +47,7 @@ def raised(calls: list[Callable[[Any], object]]) -> list[type | None]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(OneBitAdam, marks=pytest.mark.full), ZeroOneAdam, MarsitSGD])
-def test_no_rank_waits_for_one_that_constructs_with_an_odd_argument(kind):
+def test_no_rank_waits_for_one_that_constructs_oddly(kind):
     needed, names = ARGUMENTS[kind]
     for name in names.split():
         for odd in ODD:

@@ -218,7 +218,7 @@ def test_every_step_is_equation_2_then_algorithm_1(norm):
     assert clipped["neither"] > 0
 
 
-def test_frozen_coefficients_are_the_basic_one_bit_of_section_3_4():
+def test_frozen_coefficients_are_section_3_4s_basic_one_bit():
     options = OPTIONS | {"adaptive": False, "r_max": 4.0}  # no ratio is formed: its defaults
     runs = simulate(record_steps, 2, 7, 10, options)
     check_compressed_steps("frozen", runs, 10, options)
@@ -262,7 +262,7 @@ def train_with_silent_layer(rank: int, transport: Transport, kind: str) -> dict:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", ["mean", "keep", "cancelled"])
-def test_layer_without_momentum_at_the_freeze_takes_no_part_in_the_scaling(kind):
+def test_a_layer_without_momentum_takes_no_part_in_the_scaling(kind):
     run, without = (simulate(train_with_silent_layer, 2, which)[0] for which in (kind, "absent"))
     assert run["finite"]
     assert without["finite"]

@@ -68,7 +68,7 @@ def test_no_constructor_has_more_than_a_dozen_arguments(kind):
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_option_objects_are_frozen_take_keywords_only_and_document_each_field(kind):
+def test_option_objects_are_frozen_keyword_only_and_documented(kind):
     first = fields(kind)[0].name
     with pytest.raises(TypeError):
         kind(None)
@@ -95,7 +95,7 @@ def test_option_objects_are_frozen_take_keywords_only_and_document_each_field(ki
     ],
     ids=str,
 )
-def test_an_option_that_an_optimizer_has_not_is_one_error_that_names_it(kind, options, text):
+def test_an_option_an_optimizer_lacks_is_an_error_that_names_it(kind, options, text):
     with pytest.raises(ValueError, match="it has no such option") as error:
         kind(model_of().parameters(), **options)
     assert text in str(error.value)
@@ -237,7 +237,7 @@ def test_an_object_of_another_type_is_refused_on_every_rank(argument):
     assert f"{argument} must be a fusedonebit.{argument.capitalize()}" in told[0]
 
 
-def test_an_optimizers_own_default_stands_where_an_object_says_none():
+def test_an_optimizers_own_default_stands_where_objects_say_none():
     made = {name: make(model_of().parameters(), lr=1e-3).frame.options for name, make in MAKE.items()}
     assert {name: options.numerics.bias_correction for name, options in made.items()} == {
         **dict.fromkeys(("AdamW, ours", "OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
@@ -369,7 +369,7 @@ DEADLINES = {
 
 
 @pytest.mark.parametrize("case", DEADLINES)
-def test_a_variance_that_never_settles_is_frozen_at_the_deadline_with_a_warning(case):
+def test_a_variance_that_never_settles_is_frozen_by_the_deadline(case):
     options, freeze, deadline = DEADLINES[case]
     model = model_of()
     optimizer = OneBitAdam(
@@ -382,7 +382,7 @@ def test_a_variance_that_never_settles_is_frozen_at_the_deadline_with_a_warning(
     assert optimizer.stats()["freeze_step"] == deadline
 
 
-def test_a_resumed_run_freezes_at_the_same_deadline_with_the_same_bits():
+def test_a_resumed_run_freezes_at_the_deadline_bit_for_bit():
     def make() -> tuple[nn.Module, OneBitAdam]:
         model = model_of()
         freeze = Freeze(deadline=40)
@@ -485,7 +485,7 @@ def test_an_option_that_another_makes_idle_is_refused(name):
         kind([torch.nn.Parameter(torch.ones(3))], **options)
 
 
-def test_a_groups_bound_of_a_ratio_that_is_not_formed_is_refused_when_it_is_given_and_when_it_is_changed():
+def test_a_groups_bound_of_a_ratio_not_formed_is_refused():
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))]}, {"params": [torch.nn.Parameter(torch.ones(2))]}]
     with pytest.raises(ValueError, match=r'r_min must be 0.5 with variance="shared", got 0.1 in group 1: no ratio'):
         OneBitLamb([groups[0], groups[1] | {"r_min": 0.1}])
@@ -499,7 +499,7 @@ def test_a_groups_bound_of_a_ratio_that_is_not_formed_is_refused_when_it_is_give
     OneBitLamb([groups[0], groups[1] | {"r_min": 0.1}], freeze_step=9)
 
 
-def test_a_group_that_was_appended_and_a_parameter_that_is_none_are_refused_by_name():
+def test_appended_groups_and_non_parameters_are_refused_by_name():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = OneBitAdam([p])
     with pytest.raises(ValueError, match="param must be a trainable parameter of this optimizer, got 3"):
@@ -510,7 +510,7 @@ def test_a_group_that_was_appended_and_a_parameter_that_is_none_are_refused_by_n
         optimizer.step()
 
 
-def test_a_checkpoint_of_an_optimizer_that_keeps_rows_of_ranks_is_told_by_its_class():
+def test_a_checkpoint_with_rows_of_ranks_is_named_by_its_class():
     p = torch.nn.Parameter(torch.ones(3))
     marsit = MarsitAdam([p], topology="ring")
     p.grad = torch.ones(3)

@@ -51,7 +51,7 @@ def find(optimizer: Any, rank: int, start: int) -> tuple[str, str, int, bool]:
 @EACH
 @pytest.mark.parametrize("wrong", [skip, repeat])
 @pytest.mark.parametrize("steps", [1, 6])
-def test_a_skipped_or_repeated_step_is_found_by_all_ranks_where_they_next_meet(name, wrong, steps):
+def test_skipped_or_repeated_steps_raise_at_the_next_exchange(name, wrong, steps):
     """The rank that repeats one does so in place of the others' next, which is where they meet."""
 
     def run(rank: int, transport: Transport) -> tuple[str, str, int, bool]:
@@ -244,7 +244,7 @@ def test_a_gradscaler_that_skips_steps_raises_no_alarm():
     assert SimulatedGroup(2).run(run) == [4.0 / 2**3] * 2
 
 
-def test_a_step_that_one_rank_could_not_take_may_be_repeated_with_the_same_gradients():
+def test_a_step_that_one_rank_could_not_take_may_be_repeated():
     def run(rank: int, transport: Transport) -> list[str]:
         _, optimizer = make("onebit-adam", process_group=transport)
         kinds = []
@@ -304,7 +304,7 @@ def repeat_with_overlap(rank: int, world_size: int) -> tuple[str, str, bool]:
     return *told, fingerprint(parameters(optimizer)) == before
 
 
-def test_a_repeated_step_is_found_where_backward_passes_send_buckets():
+def test_a_repeated_step_raises_if_backward_passes_send_buckets():
     for kind, text, still in run_ranks(repeat_with_overlap, 2):
         assert kind == "OutOfStepError"
         assert f"6 steps on rank 0, 5 on rank 1 ({SKIPS}" in text
@@ -334,7 +334,7 @@ def under_ddp(rank: int, world_size: int) -> list[Any]:
     return told
 
 
-def test_under_ddp_a_skipped_step_is_found_and_a_repeated_one_refused_before_it_meets_the_others_buckets():
+def test_under_ddp_skipped_steps_are_found_repeated_ones_refused():
     fine = ("", "")
     ours, theirs = run_ranks(under_ddp, 2)
     assert ours[:3] == theirs[:3] == [fine] * 3

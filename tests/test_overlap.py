@@ -195,7 +195,7 @@ def test_overlap_sends_in_the_backward_pass_in_one_process_too():
 
 
 @pytest.mark.long
-def test_a_gradient_that_was_copied_into_another_order_lives_until_the_bucket_is_waited_for(monkeypatch):
+def test_a_gradients_reordered_copy_outlives_its_buckets_wait(monkeypatch):
     """On a GPU another stream reads it after the hook has returned; then its memory is free for whoever asks."""
     params = [nn.Parameter(torch.ones(40, 32)) for _ in range(3)]
     optimizer = OneBitAdam(params, freeze_step=1, faults=Faults(guard="off"), wire=Wire(buckets=3, overlap=True))
@@ -244,7 +244,7 @@ def follow(rank: int, world_size: int, nonfinite: dict[int, tuple[int, int]]) ->
     return seen
 
 
-def test_a_nan_in_one_bucket_on_one_rank_skips_all_buckets_on_all_ranks_and_nothing_is_lost():
+def test_a_nan_in_one_bucket_skips_all_and_nothing_is_lost():
     nonfinite = {6: (1, 3), 8: (0, 0), 9: (1, 2)}  # in the last bucket, in the first, in two
     runs = run_ranks(follow, 2, nonfinite)
     worst, updates = 0.0, FREEZE + 1

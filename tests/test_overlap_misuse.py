@@ -127,7 +127,7 @@ def misuse(rank: int, world_size: int, everywhere: bool) -> dict[str, Any]:
     return found
 
 
-def test_what_one_rank_does_wrong_every_rank_hears_of_and_training_goes_on():
+def test_one_ranks_mistake_raises_on_all_and_training_goes_on():
     runs = run_ranks(misuse, 2, False)
     for wrong, (kind, text) in MISUSE.items():
         (others, _, *_), (own, said, *_) = (run[wrong.__name__] for run in runs)
@@ -174,7 +174,7 @@ def ends_early(rank: int, world_size: int, how: str) -> tuple[Any, ...]:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_rank_that_ends_in_the_backward_pass_is_an_error_within_the_groups_timeout(how):
+def test_a_rank_that_ends_in_backward_raises_within_the_timeout(how):
     other, died = run_ranks(ends_early, 2, how, group_timeout=4.0)
     assert died[0] is ZeroDivisionError
     kind, text, still, again, seconds = other

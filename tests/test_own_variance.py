@@ -51,7 +51,7 @@ def owed(optimizer: ZeroOneAdam) -> list[Tensor]:
         ({"sync_policy": policies.FixedRounds()}, 2, [("local", 1), ("one-bit", 0)] * 2),
     ],
 )
-def test_it_is_what_the_optimizer_does_by_itself_from_the_first_step(options, length, phases):
+def test_it_is_the_default_from_the_first_step(options, length, phases):
     optimizer, seen = ZeroOneAdam(make_parameters(), **options), []
     for step in range(4):
         set_gradients(optimizer, 0, step)
@@ -150,7 +150,7 @@ def test_nothing_of_what_workers_want_to_move_is_lost(world_size):
     assert worst <= 1e-5
 
 
-def test_all_ranks_have_the_same_parameters_and_levels_and_moments_of_their_own():
+def test_ranks_have_equal_parameters_and_levels_but_own_moments():
     def work(rank: int, transport: Transport) -> tuple[str, ...]:
         optimizer = own(make_parameters(), (2, 3), process_group=transport)
         train(optimizer, rank, 20)
@@ -164,7 +164,7 @@ def test_all_ranks_have_the_same_parameters_and_levels_and_moments_of_their_own(
 
 
 @pytest.mark.parametrize("common", [0.0, 1.0])
-def test_updates_are_those_of_the_mean_gradient_however_noisy_workers_are(common):
+def test_updates_are_the_mean_gradients_however_noisy_ranks_are(common):
     """With the same noise-free gradient rho is 1, with noise alone 1/W: then steps are not smaller than Adam's."""
 
     def work(rank: int, transport: Transport) -> list[float]:
@@ -182,7 +182,7 @@ def test_updates_are_those_of_the_mean_gradient_however_noisy_workers_are(common
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-def test_a_skipped_step_and_a_tensor_without_gradients_change_no_level():
+def test_skipped_steps_and_missing_gradients_change_no_level():
     def work(rank: int, transport: Transport) -> None:
         optimizer = own(make_parameters(), (1,), process_group=transport)
         params = parameters(optimizer)
@@ -209,7 +209,7 @@ def test_a_skipped_step_and_a_tensor_without_gradients_change_no_level():
     SimulatedGroup(2).run(work)
 
 
-def test_a_gradient_that_is_none_on_some_ranks_counts_as_zeros_where_they_synchronise():
+def test_a_gradient_that_some_ranks_lack_counts_as_zeros():
     def work(rank: int, transport: Transport, zeros: bool) -> list[Tensor]:
         optimizer = own(make_parameters(), (1,), process_group=transport)
         for step in range(6):
@@ -272,7 +272,7 @@ def test_without_eps_what_never_had_a_gradient_stays():
 # ---------------------------------------------------------------- what is sent
 
 
-def test_it_sends_bits_a_few_numbers_of_each_tensor_and_nothing_between_two_synchronisations():
+def test_it_sends_bits_few_numbers_and_nothing_between_rounds():
     def work(rank: int, transport: Transport) -> list[tuple[int, int]]:
         params = [Parameter(torch.randn(512, 512)) for _ in range(4)]
         with torch.no_grad():
@@ -296,7 +296,7 @@ def test_it_sends_bits_a_few_numbers_of_each_tensor_and_nothing_between_two_sync
 
 
 @pytest.mark.parametrize(("length", "later"), [(1, [2, 2, 2, 3] * 6), (3, [3, 3, 2, 3, 3, 3, 2]), (4, [3] * 6)])
-def test_after_some_steps_gradients_are_told_in_one_round_of_each_four_steps(length, later):
+def test_later_gradients_are_reported_once_in_four_steps(length, later):
     def work(rank: int, transport: Transport) -> list[int]:
         optimizer, counts = own(make_parameters(), (length,), process_group=transport), []
         for step in range(16 + 24):
@@ -349,7 +349,7 @@ def wrote_and_read(rank: int, world_size: int, folder: str, steps: int, reads: b
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("wrote", "reads"), [(2, 3), (3, 1)])
-def test_on_other_numbers_of_ranks_means_of_moments_and_all_residuals_stay(tmp_path, wrote, reads):
+def test_other_numbers_of_ranks_keep_mean_moments_and_residuals(tmp_path, wrote, reads):
     folder = str(tmp_path / "saved")
     before, of_all, _ = run_ranks(wrote_and_read, wrote, folder, 8, False)[0]
     results = run_ranks(wrote_and_read, reads, folder, 8, True)

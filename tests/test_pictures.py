@@ -19,7 +19,7 @@ from fusedonebit.apps.train.optimizers import OPTIMIZERS
 FOUND = json.loads(loss_bytes.RECORD.read_text())
 
 
-def test_variants_of_a_method_share_its_colour_and_strangers_have_none():
+def test_a_methods_variants_share_its_colour_strangers_have_none():
     assert method_colour("onebit-adam-living") == method_colour("onebit-adam") == METHODS["onebit-adam"]
     assert method_colour("ef-signsgd") != method_colour("signsgd")
     with pytest.raises(KeyError, match="no colour for 'onebit'"):
@@ -67,14 +67,14 @@ def test_every_method_has_every_seed_and_one_learning_rate():
     assert len({run["lr"] for run in FOUND["runs"]}) == 1
 
 
-def test_the_picture_is_900_pixels_wide_and_drawn_from_the_record(tmp_path):
+def test_the_picture_is_drawn_from_the_record_900_pixels_wide(tmp_path):
     loss_bytes.draw(FOUND, tmp_path / "drawn.png")
     for picture in (tmp_path / "drawn.png", loss_bytes.PICTURE):
         assert struct.unpack(">I", picture.read_bytes()[16:20]) == (900,)
 
 
 @pytest.mark.long
-def test_a_run_of_the_picture_made_again_sends_the_recorded_bytes():
+def test_a_run_of_the_picture_again_sends_the_recorded_bytes():
     recorded = FOUND["runs"][-1]
     key = loss_bytes.Key(loss_bytes.TASK, recorded["method"], recorded["seed"], loss_bytes.WORKERS, recorded["lr"])
     again = loss_bytes.train(key)

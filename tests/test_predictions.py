@@ -55,7 +55,7 @@ def test_the_page_says_what_the_records_say():
 # ---------------------------------------------------------------- the model
 
 
-def test_where_bandwidth_decides_twice_the_bytes_or_half_the_bandwidth_takes_twice_the_time():
+def test_memory_bound_time_doubles_with_bytes_or_half_bandwidth():
     once, twice, on_half = took("adam_update"), took("adam_update", 2 * FULL), took("adam_update", chip=HALF)
     assert max(once, key=once.__getitem__) == "memory"
     for longer in (twice, on_half):
@@ -63,7 +63,7 @@ def test_where_bandwidth_decides_twice_the_bytes_or_half_the_bandwidth_takes_twi
     assert model.total(took("adam_update", chip=FASTER)) == pytest.approx(model.total(once))
 
 
-def test_where_instructions_decide_bandwidth_changes_nothing_and_twice_the_clock_halves_the_time():
+def test_issue_bound_time_halves_at_twice_the_clock_alone():
     twice = replace(H100, bandwidth=2 * H100.bandwidth)
     once = took("gradient_squares", chip=twice)
     assert max(once, key=once.__getitem__) == "issue"
@@ -81,7 +81,7 @@ def test_a_tiny_launch_takes_what_its_loads_wait_for_each_other():
     assert took("lamb_rescale", 2 * model.WALKED)["begin"] == pytest.approx(5 / 4 * took("lamb_rescale", 1)["begin"])
 
 
-def test_a_chip_whose_instructions_are_not_counted_waits_for_memory():
+def test_a_chip_of_uncounted_instructions_waits_for_memory():
     assert set(took("momentum_compress", chip=MI300X)) == {"memory", "begin"}
 
 
@@ -107,7 +107,7 @@ def test_a_step_has_the_launches_that_a_profile_has_counted():
 # ---------------------------------------------------------------- measured over predicted
 
 
-def test_the_median_is_of_what_is_measured_over_what_is_predicted(capsys):
+def test_the_median_is_of_measured_over_predicted(capsys):
     rows = [{"measured": m, "predicted": 100.0} for m in (90.0, 104.0, 130.0)]
     assert page.deviation(rows) == pytest.approx(0.1)
     found = list(page.compared(RECORD, MEASURED))
@@ -144,7 +144,7 @@ def of_a_run(device: str, ms: object) -> list[Stage]:
     return [Stage([job])]
 
 
-def test_a_run_on_a_known_chip_tells_measured_over_predicted_of_its_captured_steps():
+def test_a_run_on_a_known_chip_reports_measured_over_predicted():
     (row,) = (r for r in RECORD["steps"] if (r["chip"], r["size"], r["step"]) == (H100.name, "10M", PEERS[0].name))
     stages = of_a_run("NVIDIA H100 80GB HBM3", 2e-3 * row["us"])
     (line,) = report.predicted(stages)

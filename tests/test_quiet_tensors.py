@@ -78,7 +78,7 @@ CASES = pytest.mark.parametrize(
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @CASES
 @pytest.mark.parametrize("loud", [1e12, 1.7e19, 1e25])
-def test_a_skipped_step_costs_quiet_tensors_no_more_than_their_own_rounding(options, loud):
+def test_a_skipped_step_costs_quiet_tensors_only_their_rounding(options, loud):
     ranks = SimulatedGroup(WORLD).run(lambda rank, transport: states(rank, transport, loud, True, options))
     at = 5 - FREEZE  # states after steps 4 and 5
     quiet_terms = max(float(np.abs(x).max()) for told in ranks for x in told[at - 1])
@@ -89,7 +89,7 @@ def test_a_skipped_step_costs_quiet_tensors_no_more_than_their_own_rounding(opti
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @CASES
-def test_a_gradient_too_large_to_count_costs_them_nothing_in_later_steps_either(options):
+def test_a_gradient_too_large_costs_them_nothing_later_either(options):
     ranks = SimulatedGroup(WORLD).run(lambda rank, transport: states(rank, transport, 1e25, True, options))
     quiet_terms = max(float(np.abs(x).max()) for told in ranks for x in told[5 - FREEZE - 1])
     for t in range(9 - FREEZE):
@@ -115,7 +115,7 @@ def test_quiet_tensors_conserve_what_they_owe_in_every_step(options, skipped, lo
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("scope", ["layer", "block"])
 @pytest.mark.parametrize("loud", [1.7e19, 1e25])
-def test_with_scales_of_its_own_a_quiet_tensor_does_not_notice_a_loud_one(scope, loud):
+def test_with_own_scales_a_loud_tensor_does_not_move_a_quiet_one(scope, loud):
     for other in (1.0, loud):
         found = SimulatedGroup(WORLD).run(
             lambda rank, transport, other=other: states(rank, transport, other, loud > 1e20, {"scale_scope": scope})

@@ -72,6 +72,6 @@ def test_kernels_that_count_have_no_race_between_warps():
         (128, "", USED, 0),  # each word is of one thread
     ],
 )
-def test_a_race_is_a_word_that_warps_share_with_no_barrier_between(lanes, barrier, other, harm):
+def test_a_race_is_a_word_that_warps_share_without_a_barrier(lanes, barrier, other, harm):
     text = IR.replace("BARRIER", barrier).replace("OTHER", other).replace("LANES", str(lanes))
     assert len(races(text)) == harm

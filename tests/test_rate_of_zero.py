@@ -95,7 +95,7 @@ def test_a_group_with_a_rate_of_0_stands_still_from_that_step_on(name, world_siz
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("name", MASTERS)
-def test_so_it_does_with_master_weights_and_where_the_rate_is_a_tensor(name):
+def test_so_it_does_with_masters_and_a_rate_that_is_a_tensor(name):
     simulate(stand, 2, name, True, True)
 
 
@@ -166,7 +166,7 @@ def pause(rank: int, transport: Transport, name: str, after: int) -> tuple[list[
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("after", [1, 2])
 @pytest.mark.parametrize("name", ROUNDS)
-def test_a_round_that_has_begun_ends_alike_on_all_ranks_and_then_nothing_moves(name, after):
+def test_a_begun_round_ends_on_all_ranks_and_then_nothing_moves(name, after):
     (ended, values), *others = simulate(pause, 2, name, after)
     assert all(each == ended for each, _ in others)
     assert torch.tensor(values).isfinite().all()

@@ -36,11 +36,11 @@ def test_every_kind_and_stage_is_recorded(version: str):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LION])
 @pytest.mark.parametrize("version", RECORDED)
-def test_a_run_goes_on_bit_for_bit_from_an_earlier_versions_checkpoint(version: str, name: str):
+def test_runs_go_on_bit_for_bit_from_earlier_checkpoints(version: str, name: str):
     assert simulate(go_on, 2, *CASES[name], RECORDED[version][name]) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("name", LION)
-def test_lions_checkpoints_without_exp_avg_are_refused_with_the_way_out(name: str):
+def test_lions_checkpoints_without_exp_avg_say_the_way_out(name: str):
     with pytest.raises(ValueError, match="saved momenta as worker_error has written it; resume with that version"):
         simulate(go_on, 2, *CASES[name], RECORDED["5b66f63"][name])

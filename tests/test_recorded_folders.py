@@ -23,12 +23,12 @@ def written_by(name: str, root: Path) -> tuple[str, list[list]]:
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, *PICKLES])
-def test_a_run_goes_on_from_the_folder_of_another_python_or_torch(tmp_path, name):
+def test_a_run_goes_on_from_another_python_or_torchs_folder(tmp_path, name):
     folder, end = written_by(name, tmp_path)
     assert run_ranks(run, RANKS, folder, STEPS, STEPS + AFTER) == [end] * RANKS
 
 
-def test_a_folder_is_kept_of_each_way_in_which_pythons_name_an_enumeration(tmp_path):
+def test_a_folder_is_kept_of_each_way_pythons_name_enumerations(tmp_path):
     """Its member is named by ``getattr`` from Python 3.11.0 to 3.11.3; paths have a module of their own in 3.13."""
     found = {name: Path(written_by(name, tmp_path)[0], ".metadata").read_bytes() for name in (*FOLDERS, *PICKLES)}
     assert [name for name, data in found.items() if b"getattr" in data] == ["python3.11.2-torch2.13.0.tar.xz"]

@@ -48,7 +48,7 @@ def record_a_run(rank: int, world_size: int, folder: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb"])
-def test_rank_0_alone_writes_steps_signals_layers_and_how_the_run_was_started(tmp_path: Path, name: str):
+def test_rank_0_alone_writes_steps_signals_layers_and_the_start(tmp_path: Path, name: str):
     assert run_ranks(record_a_run, 2, str(tmp_path), name) == [True, False]
     records = lines(tmp_path / "of-rank-0")
     assert [r["step"] for r in records] == list(range(1, 9))
@@ -90,7 +90,7 @@ def test_of_ranks_without_a_process_group_rank_0_alone_writes(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["of-rank-0"]
 
 
-def test_a_resumed_run_repeats_no_step_and_goes_on_counting_bytes(tmp_path: Path):
+def test_a_resumed_run_repeats_no_step_and_counts_bytes_on(tmp_path: Path):
     optimizer, named = small(freeze_step=2)
     other = Recorder(tmp_path, optimizer, name="other", every=1)
     other.log(1, loss=5.0)
@@ -121,7 +121,7 @@ def test_a_run_that_begins_again_replaces_its_own_records(tmp_path: Path):
     assert [s["first_step"] for s in lines(tmp_path, "starts.jsonl")] == [1]
 
 
-def test_a_run_that_goes_back_in_its_own_process_makes_its_records_again(tmp_path: Path):
+def test_a_run_that_goes_back_makes_its_records_again(tmp_path: Path):
     optimizer, _ = small(freeze_step=2)
     with Recorder(tmp_path, optimizer, every=1) as recorder:
         for step in (1, 2, 3, 2, 3, 4):
@@ -129,7 +129,7 @@ def test_a_run_that_goes_back_in_its_own_process_makes_its_records_again(tmp_pat
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_every_so_manieth_step_held_out_losses_and_the_last_step_are_recorded(tmp_path: Path):
+def test_every_nth_step_held_out_losses_and_the_last_are_kept(tmp_path: Path):
     optimizer, _ = small(freeze_step=2)
     with Recorder(tmp_path, optimizer, every=10) as recorder:
         told = [recorder.log(i, loss=i, held_out_loss=0.5 if i == 14 else None, note="x") for i in range(1, 36)]
@@ -148,7 +148,7 @@ def test_layers_are_recorded_ever_more_rarely(tmp_path: Path):
     assert 100 <= len(seen) <= 200
 
 
-def test_losses_that_are_no_numbers_are_kept_and_lines_are_there_at_once(tmp_path: Path):
+def test_nonfinite_losses_are_kept_and_lines_are_there_at_once(tmp_path: Path):
     optimizer, _ = small(freeze_step=2)
     recorder = Recorder(tmp_path, optimizer, every=1)
     recorder.log(1, loss=torch.tensor(math.nan))
@@ -187,7 +187,7 @@ def test_after_an_error_the_optimizer_is_not_asked_again(tmp_path: Path):
     assert lines(tmp_path) == []
 
 
-def test_what_stats_tell_goes_to_tensorboard_and_wandb_by_one_line():
+def test_stats_go_to_tensorboard_and_wandb_by_one_line():
     p = Parameter(torch.randn(300))
     optimizer = OneBitAdam([p], freeze_step=1, faults=Faults(guard="off"), max_grad_norm=1.0)
     told = []

@@ -408,7 +408,7 @@ def test_each_line_that_is_changed_is_noticed(name, change):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_each_worker_decides_equally_often_in_each_part_of_the_ring(workers):
+def test_each_worker_decides_as_often_in_each_part_of_the_ring(workers):
     """Equation (2): the expected sign is the mean of all workers' signs."""
     some = torch.randn(workers, 60, generator=torch.Generator().manual_seed(1)).sign().double()
     each = some.repeat(1, workers * 2000)

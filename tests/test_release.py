@@ -97,7 +97,7 @@ def test_a_step_is_the_same_bit_for_bit(dtypes, options, masked):
     assert counted[0] == counted[1]
 
 
-def test_what_has_no_gradient_stays_as_it_is_and_the_rest_of_its_bucket_is_updated_by_the_step():
+def test_without_a_gradient_a_tensor_stays_and_its_bucket_moves():
     ends = []
     for release in (False, True):
         params = [nn.Parameter(p.detach().clone()) for p in parameters() for _ in range(9)]  # several to a bucket
@@ -113,7 +113,7 @@ def test_what_has_no_gradient_stays_as_it_is_and_the_rest_of_its_bucket_is_updat
     assert equal(*ends)
 
 
-def test_gradients_accumulate_in_no_sync_and_the_last_backward_pass_releases_them():
+def test_gradients_accumulate_in_no_sync_until_the_last_backward():
     ends = []
     for release in (False, True):
         params = parameters()
@@ -130,7 +130,7 @@ def test_gradients_accumulate_in_no_sync_and_the_last_backward_pass_releases_the
     assert equal(*ends)
 
 
-def test_elements_that_do_not_count_are_left_out_and_told_of_once():
+def test_nonfinite_elements_are_left_out_and_warned_of_once():
     ends, told = [], []
     for release in (False, True):
         params = parameters(torch.float32)
@@ -149,7 +149,7 @@ def test_elements_that_do_not_count_are_left_out_and_told_of_once():
     assert told == [1, 1]
 
 
-def test_a_run_goes_on_from_a_checkpoint_a_copy_and_a_further_group():
+def test_runs_go_on_from_a_checkpoint_a_copy_and_a_further_group():
     ends = []
     for cut in (None, "load", "copy", "group"):
         params = parameters()
@@ -204,7 +204,7 @@ def test_each_bucket_is_one_launch():
     assert launches == {"adam_update": 32, "advance": 1}
 
 
-def test_an_optimizer_goes_when_nobody_has_it_and_takes_its_hooks_along():
+def test_an_optimizer_that_nobody_holds_goes_with_its_hooks():
     params = parameters()
     optimizer = build(True, params)
     alive = weakref.ref(optimizer)
@@ -232,7 +232,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", ["nothing", "the model", "the step"])
-def test_tied_weights_checkpointing_and_a_compiler_change_nothing(compiled):
+def test_tied_weights_recomputation_and_compilers_change_nothing(compiled):
     ends = []
     for release in (False, True):
         torch.compiler.reset()
@@ -348,7 +348,7 @@ def test_a_second_backward_pass_before_the_step_is_refused():
 
 
 @pytest.mark.parametrize("what", ["zero_grad", "state_dict", "load_state_dict", "add_param_group"])
-def test_nothing_else_comes_between_the_backward_pass_and_the_step(what):
+def test_nothing_else_comes_between_backward_and_step(what):
     saved = build(True, parameters()).state_dict()
     _, optimizer = begun()
     arguments = {"load_state_dict": [saved], "add_param_group": [{"params": [nn.Parameter(torch.ones(3))]}]}
@@ -367,7 +367,7 @@ def test_a_scaler_is_refused(scaler):
         scaling.step(optimizer)
 
 
-def test_a_learning_rate_that_changes_before_the_step_is_an_error_of_a_step_that_is_taken():
+def test_a_rate_changed_after_backward_raises_on_a_taken_step():
     params, optimizer = begun()
     optimizer.param_groups[0]["lr"] = 1.0
     with pytest.raises(RuntimeError, match="hyper-parameters have changed between the backward pass and step"):
@@ -377,7 +377,7 @@ def test_a_learning_rate_that_changes_before_the_step_is_an_error_of_a_step_that
     optimizer.step()
 
 
-def test_a_gradient_that_cannot_be_used_raises_in_the_backward_pass():
+def test_an_unusable_gradient_raises_in_the_backward_pass():
     p = nn.Parameter(torch.randn(350, 4))
     optimizer = AdamW([p], **objects(release_gradients=True))
     with pytest.raises(TypeError, match="the gradient of parameter 0 must be dense"):

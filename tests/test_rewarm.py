@@ -80,7 +80,7 @@ def check_stages(results: list[list[tuple]], bad: tuple) -> None:
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("bad", [(), (0, 4, 7, 8, 9, 12, 20, 24)], ids=["no skips", "skips"])
 @VARIANTS
-def test_each_stage_has_its_exact_number_of_updates_and_ranks_stay_bit_identical(name, options, bad):
+def test_stages_have_exact_updates_and_ranks_stay_bit_identical(name, options, bad):
     """Among the steps skipped are the last of a compression stage and the one after it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedOneBitWarning)
@@ -157,7 +157,7 @@ def test_a_re_warm_up_folds_all_residuals_into_the_momentum(name, options, beta1
 
 
 @ADAM_AND_LAMB
-def test_without_momentum_there_is_no_re_warm_up_to_put_residuals_into(name):
+def test_without_momentum_a_rewarmup_is_refused(name):
     with pytest.raises(ValueError, match=r"betas\[0\] must be > 0 for a re-warm-up.*guard=\"warn\""):
         rewarming(name, betas=(0.0, BETA2))
     optimizer = rewarming(name, betas=(0.0, BETA2), guard="warn", refuse_every=0, rewarm_steps=50)
@@ -199,7 +199,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.filterwarnings("ignore:betas.0., the momentum")
 @pytest.mark.parametrize("beta2", [0.999, 0.5])
 @pytest.mark.parametrize("options", [{}, {"precondition": False, "eps": 1e-3}], ids=str)
-def test_a_stretch_is_adamw_with_a_corrected_variance_of_shorter_memory(options, beta2):
+def test_a_rewarmup_is_adamw_with_a_variance_of_shorter_memory(options, beta2):
     runs = SimulatedGroup(2).run(
         lambda rank, t: recorded(rank, t, options | {"betas": (0.9, beta2), "block_size": 128})
     )
@@ -242,7 +242,7 @@ def layers_through_a_cycle(rank: int, transport, name: str, options: dict) -> li
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("name", ["onebit-lamb", "onebit-lamb-frozen"])
-def test_in_a_stretch_lamb_has_no_ratio_averages_go_on_and_units_are_made_anew(name, precondition):
+def test_in_a_rewarmup_lamb_forms_no_ratio_and_makes_new_units(name, precondition):
     options = {"precondition": precondition}
     results = SimulatedGroup(2).run(lambda rank, t: layers_through_a_cycle(rank, t, name, options))
     assert results[0] == results[1]
@@ -290,7 +290,7 @@ def test_tensors_that_were_left_out_are_back_in_the_stretch(name, precondition):
 
 
 @ADAM_AND_LAMB
-def test_a_tensor_without_gradients_in_the_stretch_too_is_left_out_again(name):
+def test_a_tensor_without_gradients_again_is_left_out_again(name):
     params = make(*SHAPES)
     optimizer = rewarming(name, None, params)
     for step in range(WARMUP + EVERY + STRETCH + 2):
@@ -367,7 +367,7 @@ def into_another_world_size(rank: int, transport, name: str, saved: dict, values
 
 
 @EACH_ONEBIT
-def test_a_stretchs_checkpoint_resumes_on_another_number_of_ranks(name):
+def test_a_rewarmups_checkpoint_resumes_on_other_ranks(name):
     alone = rewarming(name)
     train(alone, 0, 0, FIRST + 5)
     saved, values = through_a_file(alone.state_dict()), [p.detach().clone() for p in parameters(alone)]
@@ -396,7 +396,7 @@ def test_no_group_can_be_added_after_a_rewarm_up(name):
 
 
 @pytest.mark.parametrize("name", ["onebit-adam"])
-def test_a_collective_that_fails_in_a_re_warm_up_leaves_an_optimizer_that_refuses_to_go_on(name):
+def test_after_a_failed_collective_in_a_rewarmup_none_goes_on(name):
     texts: list[str] = []
 
     def each(rank, transport):

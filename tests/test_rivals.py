@@ -56,7 +56,7 @@ def test_locos_moving_average_starts_from_zero_again(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["dlion-mavo", "dlion-mavo-1", "dlion-avg"])
-def test_distributed_lion_leaves_what_has_no_gradient_in_its_place(name):
+def test_distributed_lion_leaves_what_has_no_gradient_in_place(name):
     run = a_run(24)
     run.weight_decay, run.lrs, run.gradients[..., :20] = 0.0, [1e-2] * 24, 0.0
     *_, last = ours(BOOK[name][0], run)
@@ -195,7 +195,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[list[Tensor], lis
     return workers, evaluated, sent
 
 
-def test_within_a_round_the_mean_of_workers_is_evaluated_which_costs_nothing(monkeypatch):
+def test_evaluating_the_workers_mean_within_a_round_is_free(monkeypatch):
     workers, evaluated, sent = looks(monkeypatch, "diloco-64")
     for rows, mean in zip(workers, evaluated, strict=True):
         torch.testing.assert_close(mean, rows.double().mean(0).float(), rtol=1e-5, atol=1e-7)

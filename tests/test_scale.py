@@ -49,7 +49,7 @@ def test_scales_counted_without_a_table_are_those_of_the_table(ranks, block):
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 @pytest.mark.filterwarnings("ignore:after so few updates", "ignore:the average")
-def test_a_step_takes_as_many_operations_on_any_number_of_ranks_and_none_has_a_square_of_them(optimizer):
+def test_a_steps_operations_do_not_grow_with_the_number_of_ranks(optimizer):
     sizes, counts = (30000, 2000, 7), {}
     for ranks in (2, 32, 512):
         rank = made(sizes, ranks, optimizer)
@@ -68,7 +68,7 @@ def test_a_step_takes_as_many_operations_on_any_number_of_ranks_and_none_has_a_s
     assert operations.count == counts[32]
 
 
-def test_memory_and_bytes_grow_no_faster_than_parameters_and_ranks():
+def test_memory_and_bytes_grow_no_faster_than_model_and_ranks():
     by_size = [predict(model.transformer(10**n), 64, "lamb") for n in range(7, 12)]
     for before, after in itertools.pairwise(by_size):
         growth = after["parameters"] / before["parameters"]
@@ -84,7 +84,7 @@ def test_memory_and_bytes_grow_no_faster_than_parameters_and_ranks():
             assert after["state"] - after["of_ranks"] <= 1.01 * (1 + after["padding"]) * before["state"]
 
 
-def test_state_per_parameter_is_what_the_readme_promises_where_blocks_are_large():
+def test_state_per_parameter_is_the_readmes_for_large_blocks():
     blocks = set()
     for parameters in (1e8, 1e9, 1e11):
         for ranks in (2, 64, 16384):
@@ -101,7 +101,7 @@ def test_state_per_parameter_is_what_the_readme_promises_where_blocks_are_large(
 # ---------------------------------------------------------------- beyond 2^31
 
 
-def test_a_layout_of_a_hundred_billion_elements_on_16384_ranks_is_exact():
+def test_a_layout_of_1e11_elements_on_16384_ranks_is_exact():
     layout = layout_of(HUGE, 16384)
     assert layout.real_numel == sum(HUGE) > 9e10
     assert layout.numel % (16384 * layout.block_size) == 0
@@ -179,7 +179,7 @@ def disagreeing(ranks: int) -> int:
     return most - facts
 
 
-def test_ranks_that_disagree_get_one_ranks_facts_and_one_line_of_each_other():
+def test_ranks_that_disagree_get_one_line_of_each_other_rank():
     assert disagreeing(16) <= 16 * 400
 
 

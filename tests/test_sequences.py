@@ -37,6 +37,6 @@ def test_random_sequences_on_gloo_ranks(name, world_size):
 
 
 @pytest.mark.parametrize("name", ["zero-one-adam", "onebit-lion, mean"])
-def test_a_group_added_to_a_resumed_optimizer_is_laid_out_as_without_the_checkpoint(name):
+def test_a_group_added_after_a_resume_is_laid_out_as_without_one(name):
     """A few elements more, and blocks of another size would suit three ranks better."""
     check(simulated(3, name, [("resume", True), ("group", 72), *[("step", seed, ()) for seed in range(4)]]))

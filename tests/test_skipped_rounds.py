@@ -69,7 +69,8 @@ QUIET = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @SCALED
 @RESUMED
 @pytest.mark.parametrize("make", [by_name(MarsitSGD), by_name(MarsitAdam)], ids=["sgd", "adam"])
-def test_a_skipped_round_of_full_precision_is_made_up_for_and_others_do_not_count(make, scaled, resumed):
+def test_skipped_full_precision_rounds_are_made_up_for(make, scaled, resumed):
+    """Other rounds that are skipped do not count."""
     skipped = (0, 1, 4, 7)
 
     def job(rank: int, transport: Any) -> tuple[list[str], bool]:
@@ -145,7 +146,7 @@ def test_policies_of_zero_one_adam_do_not_count_what_was_skipped(which, scaled, 
 
 
 @QUIET
-def test_rounds_that_end_at_multiples_of_a_number_of_calls_do_so_also_after_skips():
+def test_rounds_aligned_to_calls_stay_aligned_after_skips():
     sync = policies.AlignedRounds(policies.DoublingRounds(0, 1, 4), 6)
     variance = policies.DoublingVariance(scaler=1, until=1)
 

@@ -140,7 +140,7 @@ def write_bits(rounding, block, out):
 
 
 @pytest.mark.parametrize("block", [0, 3, 2**25 - 1, 2**25, 2**26 + 5], ids=str)
-def test_the_bits_are_the_same_past_2_to_the_32_elements_and_not_those_of_the_first(block):
+def test_random_bits_go_on_past_2_to_the_32_elements(block):
     step, out = torch.tensor(9), torch.zeros(128, dtype=torch.int32)
     write_bits[(1,)](step, torch.tensor([block]), out)
     assert torch.equal(out, drawn(9, block * 128, 128))
@@ -149,7 +149,7 @@ def test_the_bits_are_the_same_past_2_to_the_32_elements_and_not_those_of_the_fi
 
 
 @EACH_OP
-def test_tensors_of_other_dtypes_in_the_list_are_rounded_to_nearest(op):
+def test_tensors_of_other_dtypes_are_rounded_to_nearest(op):
     sizes = (300, 200, 100, 50)
     nearest, found = (moved(op, step, sizes, SEVERAL) for step in (None, 3))
     assert [torch.equal(a, b) for a, b in zip(nearest, found, strict=True)] == [False, True, True, False]
@@ -158,7 +158,7 @@ def test_tensors_of_other_dtypes_in_the_list_are_rounded_to_nearest(op):
 # ---------------------------------------------------------------- what is rounded how
 
 
-def test_over_all_random_bits_a_value_goes_up_as_often_as_its_remainder_says():
+def test_over_all_random_bits_a_value_goes_up_by_its_remainder():
     x = torch.tensor([1.001, -1.001, 0.7, 3.3e38, -3e-39, 1e-45, 1 + 2**-9, 1 + 2**-23, 2 - 2**-23])
     for value, (low, high) in zip(x, zip(*neighbours(x), strict=True), strict=True):
         rounded = stochastic(value.expand(1 << 16).contiguous(), torch.arange(1 << 16, dtype=torch.int32))
@@ -167,7 +167,7 @@ def test_over_all_random_bits_a_value_goes_up_as_often_as_its_remainder_says():
         assert int((rounded == high).sum()) == remainder
 
 
-def test_what_bfloat16_can_represent_stays_and_only_above_its_largest_is_infinity_near():
+def test_bfloat16_values_stay_and_only_above_the_largest_is_inf():
     largest = torch.finfo(torch.bfloat16).max
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, largest, -largest, 2.0**-133, torch.inf, -torch.inf])
     for bits in (0, 1, 0x7FFF, 0xFFFF):
@@ -199,7 +199,7 @@ def test_a_kernel_rounds_nan_infinity_and_the_largest_as_eager(op):
 
 
 @EACH_OP
-def test_an_op_rounds_to_one_of_the_two_neighbours_of_its_float32_result(op):
+def test_an_op_rounds_to_a_neighbour_of_its_float32_result(op):
     sizes = (5000, 129)
     exact = torch.cat(moved(op, None, sizes, (torch.float32,)))
     low, high = neighbours(exact)
@@ -227,7 +227,7 @@ def test_the_mean_over_many_steps_is_the_unrounded_value(op):
     assert (((nearest - exact) / error).abs() > 4).double().mean() > 0.9
 
 
-def test_a_step_of_a_32nd_of_a_unit_moves_every_32nd_element_by_a_unit():
+def test_steps_of_a_32nd_of_a_unit_move_every_32nd_element():
     p = Problem((4096,), 1, 1024, dtype=torch.bfloat16)
     p.params[0].fill_(1.0)
     p.coef[:, Coef.DECAY], p.coef[:, Coef.STEP_SIZE], p.coef[:, Coef.UNIT] = 1.0, 2.0**-12, 1.0
@@ -243,7 +243,7 @@ def test_a_step_of_a_32nd_of_a_unit_moves_every_32nd_element_by_a_unit():
 # ---------------------------------------------------------------- the random bits
 
 
-def test_bits_are_uniform_and_independent_between_steps_and_elements():
+def test_bits_are_uniform_and_independent_of_steps_and_elements():
     n, steps = 8192, 12
     uniform = torch.stack([drawn(step, 0, n) for step in range(steps)]).double() / 65536 - 0.5
     bound = 5 * (1 / 12) / n**0.5  # five standard errors of a mean of products
@@ -268,7 +268,7 @@ def test_one_elements_bits_over_the_steps_are_as_independent():
     assert ((uniform[:, 1:] * uniform[:, :-1]).mean(0).abs() < bound).all()
 
 
-def test_an_elements_bits_do_not_depend_on_the_tile_that_it_is_in():
+def test_an_elements_bits_do_not_depend_on_its_tile():
     whole = drawn(3, 2**32 - 512, 1024)  # a tile across the boundary
     assert torch.equal(whole[:512], drawn(3, 2**32 - 512, 512))
     assert torch.equal(whole[512:], drawn(3, 2**32, 512))
@@ -307,7 +307,7 @@ def off(params: list[Parameter]) -> float:
 
 @pytest.mark.long(but=1)
 @EACH
-def test_steps_far_below_half_a_unit_train_as_in_float32_and_are_lost_to_nearest(name):
+def test_steps_below_half_a_unit_train_as_in_float32(name):
     # Half a unit in the last place of what is between 1 and 2 is 2^-8, four steps of lr; LAMB's are longer.
     lr = 1e-3 if "adam" in name else 5e-4
     options = {} if "adam" in name else {"c_max": 1.0} | ({"r_max": 1.0} if name == "onebit-lamb" else {})

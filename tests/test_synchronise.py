@@ -67,7 +67,7 @@ def test_the_order_of_sums_is_that_of_lanes_then_of_neighbours(scope):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("backend", ["plain", "triton", "native"])
-def test_finish_and_receive_leave_their_tickets_at_zero_and_give_the_same_bits_again(backend):
+def test_finish_and_receive_reset_tickets_and_repeat_their_bits(backend):
     if backend == "native" and library() is None:
         pytest.skip("no C compiler")
     runs = []
@@ -143,7 +143,7 @@ def scales_of(arguments: Any) -> tuple[Tensor, ...]:
 @pytest.mark.kernels
 @pytest.mark.parametrize("backend", ["plain", "triton", pytest.param("native", marks=pytest.mark.needs_compiler)])
 @pytest.mark.parametrize("differs", [False, True])
-def test_receive_takes_up_parts_as_if_each_came_alone_but_skips_all_where_it_skips_one(differs, backend):
+def test_receive_takes_parts_as_if_alone_but_skips_all_or_none(differs, backend):
     together = problem(SOME, 6, 128).receive_arguments("block", 1, parts=3)
     together.arrived.words[5, Word.TAG] += differs
     alone = [of_part(together, part) for part in range(3)]
@@ -181,7 +181,8 @@ def test_receive_refuses_what_is_beyond_the_limit_or_no_number(factor):
 
 
 @pytest.mark.parametrize("word", [*range(CHECKED), Word.FLAGS])
-def test_a_header_that_differs_or_has_a_flag_zeroes_scales_but_of_workers_whose_servers_were_content(word):
+def test_a_bad_header_zeroes_scales_but_for_content_servers(word):
+    """One that differs or has a flag; what workers whose servers were content have sent keeps its scales."""
     p = problem(SOME, 3, 128)
     arguments = p.receive_arguments("layer", 0, flags=int(Flag.NONFINITE) * (word == Word.FLAGS))
     words, own, *_ = arguments.arrived

@@ -222,7 +222,7 @@ def test_a_parameter_without_a_gradient_stays_while_others_move(name, dtype, eac
 
 @EACH_DTYPE
 @EACH
-def test_a_gradient_of_zeros_leaves_a_fresh_parameter_where_it_is(name, dtype, each):
+def test_a_gradient_of_zeros_leaves_a_fresh_parameter_in_place(name, dtype, each):
     for make in each(name, dtype):
         p = Parameter(torch.randn(5, dtype=dtype))
         p.grad = torch.zeros_like(p)

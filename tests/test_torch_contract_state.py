@@ -75,7 +75,7 @@ def test_a_step_pre_hook_may_change_gradients_and_arguments(name, each):
 
 @pytest.mark.filterwarnings("ignore:step.. found no gradient")
 @EACH
-def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(name, each):
+def test_a_closure_runs_with_gradients_and_its_loss_is_returned(name, each):
     for make in each(name, torch.float32):
         problem, plain = Problem(), Problem()
         optimizer = make(problem.params)

@@ -125,7 +125,7 @@ def on_ranks(world_size: int, steps: int = 6, change: Callable[..., None] = lamb
     return simulate(run, world_size)
 
 
-def test_one_worker_is_its_formula_bit_for_bit_and_all_ranks_are_identical():
+def test_one_worker_is_its_formula_and_all_ranks_are_identical():
     x = joined(parameters()).clone()
     m = torch.zeros_like(x)
     for step in range(6):
@@ -234,7 +234,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit():
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_gradient_that_is_not_finite_costs_one_step_on_all_ranks():
+def test_a_nonfinite_gradient_costs_one_step_on_all_ranks():
     def spoil(rank: int, step: int, grads: list) -> None:
         if (rank, step) == (1, 5):
             grads[0][0, 0] = torch.nan
@@ -244,7 +244,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step_on_all_ranks():
         assert momentum.isfinite().all()
 
 
-def test_a_gradient_that_all_lack_leaves_its_parameter_alone_and_zeros_stand_for_one_that_some_lack():
+def test_a_gradient_all_lack_moves_nothing_some_lack_is_zeros():
     def lack(rank: int, step: int, grads: list) -> None:
         grads[0] = None
         if rank == 1:
@@ -311,7 +311,7 @@ def load(rank: int, world_size: int, folder: str) -> Trained:
     return joined(model), momenta(optimizer)
 
 
-def test_a_checkpoint_loads_into_other_numbers_of_ranks_with_the_mean_of_the_momenta(tmp_path):
+def test_other_numbers_of_ranks_load_the_mean_of_the_momenta(tmp_path):
     wrote = run_ranks(save, 2, str(tmp_path / "saved"))
     mean = (wrote[0][1] + wrote[1][1]) / 2
     for ranks in (1, 3):

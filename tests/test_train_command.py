@@ -38,7 +38,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_compare_trains_both_and_writes_table_metrics_and_picture(tmp_path: Path, text: Path):
+def test_compare_trains_both_and_writes_table_metrics_picture(tmp_path: Path, text: Path):
     out = tmp_path / "out"
     result = train(
         *("--nproc", "2", "--compare", "adamw,onebit-adam", "--steps", "12", "--freeze-step", "5"),
@@ -75,7 +75,7 @@ def test_a_model_in_ddp_trains_as_one_without(tmp_path: Path, text: Path):
 
 
 @pytest.mark.full
-def test_marsit_and_its_baselines_train_on_a_torus_with_local_steps(tmp_path: Path, text: Path):
+def test_marsit_and_baselines_train_on_a_torus_with_local_steps(tmp_path: Path, text: Path):
     out = tmp_path / "out"
     names = ("marsit", "ssdm")
     where = ("--nproc", "4", "--topology", "torus", "--local-steps", "2", "--full-precision-every", "2")
@@ -193,7 +193,7 @@ def running(group: int) -> list[str]:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_all_ranks_at_once_and_keeps_what_was_written(tmp_path: Path, endless):
+def test_ctrl_c_ends_all_ranks_at_once_and_keeps_the_records(tmp_path: Path, endless):
     out = tmp_path / "out"
     process = endless(out, records=5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group

@@ -41,7 +41,7 @@ def counted() -> list:
 
 
 @pytest.mark.long
-def test_the_chosen_variants_have_no_spills_full_width_and_few_enough_instructions(counted):
+def test_chosen_variants_have_no_spills_and_few_instructions(counted):
     _, compress, many, few = counted[0]
     for v in (compress, many, few):
         assert v["spills"] == 0
@@ -56,7 +56,7 @@ def test_the_chosen_variants_have_no_spills_full_width_and_few_enough_instructio
 
 
 @pytest.mark.long
-def test_a_thread_with_more_elements_needs_fewer_instructions_for_each(counted):
+def test_threads_with_more_elements_need_fewer_instructions_each(counted):
     two, four, *_ = counted[0]
     assert (two["num_warps"], four["num_warps"]) == (2, 4)
     assert two["instructions"] * 2 < four["instructions"] * 4
@@ -64,7 +64,7 @@ def test_a_thread_with_more_elements_needs_fewer_instructions_for_each(counted):
 
 
 @pytest.mark.long
-def test_the_walk_that_was_kept_has_eight_ranks_under_way_and_fewer_instructions(counted):
+def test_the_kept_walk_has_eight_ranks_and_fewer_instructions(counted):
     walks = counted[2]
     before, kept = walks["one by one"], walks["eight under way"]
     assert kept["spills"] == 0

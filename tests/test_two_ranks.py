@@ -65,7 +65,7 @@ def test_ranks_whose_data_differ_have_the_same_parameters(name):
     assert found[0][0].told == f"{2 * two_ranks.BYTES} bytes"
 
 
-def test_every_optimizer_is_asked_and_graphs_of_all_that_can_be_captured():
+def test_every_optimizer_and_every_capturable_graph_is_checked():
     asked = list(two_ranks.checks())
     assert asked[:2] == FAST
     assert len(asked) == 2 + len(smoke.OPTIMIZERS) + len(smoke.CAPTURABLE)

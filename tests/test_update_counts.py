@@ -64,7 +64,7 @@ def test_adamws_own_counts_are_taken_up_and_given_back():
 
 
 @pytest.mark.parametrize("freeze_step", [6, 100])
-def test_a_checkpoint_whose_parameters_share_one_count_goes_on_alike(freeze_step):
+def test_a_checkpoint_with_one_shared_count_goes_on_alike(freeze_step):
     params = parameters()
     optimizer = OneBitAdam(params[:3], lr=1e-2, freeze_step=freeze_step, faults=Faults(guard="off"))
     for step in range(9):
@@ -126,7 +126,7 @@ def test_updates_are_counted_far_past_what_float32_can_hold(make, updates):
 
 
 @pytest.mark.parametrize("updates", [2**24, 2**31 - 1, 2**40])
-def test_the_bits_of_stochastic_rounding_change_with_every_update(updates):
+def test_stochastic_roundings_bits_change_with_every_update(updates):
     make = by_name(Lamb, lr=1e-4, stochastic_rounding=True)
     ends = []
     for count in (updates, updates + 1):

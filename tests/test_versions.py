@@ -25,7 +25,7 @@ def test_versions_take_turns_in_every_step_and_kernel():
     assert {row["limit"].split(", ")[-1] for row in rows} == {"not judged", "no C any more"}
 
 
-def test_the_record_judges_every_call_and_none_is_slower_both_in_the_median_and_at_best(capsys):
+def test_every_call_is_judged_and_none_slower_in_median_and_best(capsys):
     """The record was made beside other work, which lengthens the median or the best of single calls.
 
     So one of the two beyond its limit is printed; both are a regression. Kernels without C are not judged.

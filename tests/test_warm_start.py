@@ -85,14 +85,14 @@ def test_adam_starts_from_the_variance_of_other_optimizers(name):
     check_start("onebit-adam", earlier_run(name, 7), 7)
 
 
-def test_a_variance_that_is_corrected_already_is_not_corrected_again():
+def test_a_corrected_variance_is_not_corrected_again():
     """That of a run that was itself warm-started, or warmed up again."""
     rewarmed = {"refuse_every": 2, "rewarm_steps": 10, "freeze_step": 3}
     for options in ({"warm_start": earlier_run("adamw", 7), "freeze_step": 0}, rewarmed):
         check_start("onebit-adam", earlier_run("onebit-adam", 18, **options), 10**6)
 
 
-def test_groups_are_corrected_by_their_own_betas_and_from_when_they_were_added():
+def test_groups_are_corrected_by_own_betas_from_when_they_joined():
     p, q = make((300,), (40,))
     first = construct("onebit-adam", [{"params": [p], "betas": (0.9, 0.9)}], freeze_step=100)
     train(first, 0, 0, 3)
@@ -109,9 +109,7 @@ def test_groups_are_corrected_by_their_own_betas_and_from_when_they_were_added()
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize(("saved_by", "steps"), [("lamb", 14), ("onebit-lamb", 6), ("onebit-lamb", 14)])
 @pytest.mark.parametrize("name", LAMBS)
-def test_lamb_takes_the_averages_too_and_after_a_compression_stage_the_momentum_scales(
-    name, saved_by, steps, precondition
-):
+def test_lamb_takes_averages_and_a_compressed_runs_scales_too(name, saved_by, steps, precondition):
     options = {} if saved_by == "lamb" else {"precondition": precondition}
     saved = earlier_run(saved_by, steps, **options)
     optimizer = check_start(name, saved, min(steps, 10), precondition=precondition)
@@ -124,7 +122,7 @@ def test_lamb_takes_the_averages_too_and_after_a_compression_stage_the_momentum_
             assert units[i] != 1
 
 
-def test_a_warm_start_of_lamb_does_not_warn_of_averages_that_start_at_0(recwarn):
+def test_a_warm_start_of_lamb_does_not_warn_of_averages_at_0(recwarn):
     optimizer = warm("onebit-lamb", earlier_run("lamb", 40), freeze_step=5)
     recwarn.clear()
     assert train(optimizer, 0, 0, 7) == ["warmup"] * 5 + ["compression"] * 2
@@ -132,7 +130,7 @@ def test_a_warm_start_of_lamb_does_not_warn_of_averages_that_start_at_0(recwarn)
 
 
 @EACH_ONEBIT
-def test_freeze_step_5_makes_5_uncompressed_updates_first_with_a_variance_that_needs_no_correction(name):
+def test_freeze_step_5_first_updates_5_times_without_correction(name):
     saved = earlier_run("onebit-lamb", 10)
     optimizer = warm(name, saved, freeze_step=5, betas=BETAS, lr=1e-3, weight_decay=0.0)
     before, v = flat(parameters(optimizer)).astype(float), variance(optimizer)
@@ -171,7 +169,7 @@ def start_on_ranks(rank: int, world_size: int, name: str, saved: dict, freeze_st
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("freeze_step", [0, 5])
 @EACH_ONEBIT
-def test_ranks_that_start_from_another_world_sizes_checkpoint_are_bit_identical(name, freeze_step):
+def test_ranks_warm_started_by_fewer_are_bit_identical(name, freeze_step):
     saved = SimulatedGroup(2).run(lambda rank, t: earlier_run(name, 14, rank, t))
     results = SimulatedGroup(3).run(lambda rank, t: start_on_ranks(rank, 3, name, saved[1], freeze_step, t))
     assert [phase for (phase,), *_ in results[0]] == ["warmup"] * freeze_step + ["compression"] * (8 - freeze_step)
@@ -273,7 +271,7 @@ def test_a_warm_start_that_cant_be_used_raises_on_every_rank(case, bad_rank):
         assert (f"failed on rank {bad_rank}" in text) == (bad_rank not in (None, rank))
 
 
-def test_different_checkpoints_on_different_ranks_are_refused_on_all():
+def test_different_checkpoints_on_ranks_are_refused_on_all():
     saved = [earlier_run("adamw", steps) for steps in (4, 5)]
     texts = SimulatedGroup(2).run(lambda rank, t: errors_of(t, lambda: warm("onebit-adam", saved[rank], t)))
     for text in texts:
@@ -302,7 +300,7 @@ def test_a_warm_start_on_one_rank_only_is_refused_on_all():
     ],
 )  # fmt: skip
 @ADAM_AND_LAMB
-def test_bad_arguments_are_named_with_their_value_and_what_is_expected(name, options, message):
+def test_bad_arguments_are_named_with_value_and_expectation(name, options, message):
     with pytest.raises(ValueError, match=message):
         construct(name, make((3,)), **({"freeze_step": 5} | options))
 
@@ -332,7 +330,7 @@ def floored(rank: int, transport, name: str, floor: float | None, precondition: 
 @pytest.mark.parametrize("precondition", [False, True])
 @pytest.mark.parametrize("floor", [0.0, 0.01, 0.5, None])
 @EACH_FROZEN
-def test_the_frozen_variance_is_at_least_its_floor_and_otherwise_as_it_was(name, floor, precondition):
+def test_the_frozen_variance_is_at_least_its_floor_or_unchanged(name, floor, precondition):
     results = SimulatedGroup(2).run(lambda rank, t: floored(rank, t, name, floor, precondition))
     assert len({bits for *_, bits in results}) == 1
     share = (0.01 if precondition or name != "onebit-adam" else 0.0) if floor is None else floor
@@ -350,7 +348,7 @@ def test_the_frozen_variance_is_at_least_its_floor_and_otherwise_as_it_was(name,
 
 @pytest.mark.parametrize("precondition", [False, True])
 @ADAM_AND_LAMB
-def test_at_a_second_freeze_neither_padding_nor_masked_coordinates_have_a_variance(name, precondition):
+def test_at_a_second_freeze_padding_and_masked_have_no_variance(name, precondition):
     """The first freeze raised all of v, there too: that must not count as a coordinate's."""
     params = make((1500,), (40, 30), (1,))
     mask = {params[1]: torch.rand(40, 30, generator=torch.Generator().manual_seed(5)) > 0.4}

@@ -85,7 +85,7 @@ def against_rounded_adamw(rank: int, transport: Transport, dtype: torch.dtype) -
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_parameters_stay_within_one_ulp_of_adamw_with_float32_state(dtype):
+def test_16_bit_parameters_stay_within_one_ulp_of_adamws(dtype):
     for worst, moved in simulate(against_rounded_adamw, 2, dtype):
         print(f"{dtype}: deviation over {STEPS} steps: {worst} ulp (limit 1)")
         assert worst <= 1
@@ -131,7 +131,7 @@ def test_lr_schedulers_act_as_on_adamw(tensor_lr):
     assert relative(ours, reference) <= 1e-6
 
 
-def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned():
+def test_a_closure_runs_with_gradients_and_its_loss_is_returned():
     p = Parameter(torch.tensor([3.0, 4.0]))
     optimizer = OneBitAdam([p], lr=0.1, weight_decay=0.0, freeze_step=100)
 
@@ -188,7 +188,7 @@ def test_parameters_of_any_strides_are_updated_where_they_lie():
 
 
 @pytest.mark.parametrize("freeze_step", [1000, 3])
-def test_gradients_of_other_strides_than_their_parameter_are_not_misread(freeze_step):
+def test_gradients_of_other_strides_are_not_misread(freeze_step):
     """The same numbers in other memory orders give the same bits, in both stages."""
     results = []
     for odd in (False, True):
@@ -230,7 +230,7 @@ def test_tied_parameters_are_updated_once():
     assert relative(ours[0].weight, reference[0].weight) <= 1e-6
 
 
-def test_masked_coordinates_stay_exactly_still_and_the_others_follow_adamw():
+def test_masked_coordinates_stay_still_and_others_follow_adamw():
     mask = torch.rand(30, 20, generator=torch.Generator().manual_seed(1)) > 0.3
     torch.manual_seed(0)
     p = Parameter(torch.randn(20, 30).t())

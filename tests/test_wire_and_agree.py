@@ -37,7 +37,7 @@ LAYOUT = FlatLayout((300, 5), 2, 128)
 
 
 @pytest.mark.parametrize(("slots", "scale_bytes"), [(1, 16), (4, 16), (5, 32), (8, 32), (9, 48)])
-def test_a_message_is_header_absent_tensors_scales_and_bits_at_the_documented_offsets(slots, scale_bytes):
+def test_a_message_has_its_parts_at_the_documented_offsets(slots, scale_bytes):
     messages = Messages(3, slots, LAYOUT, CPU)
     messages.scales[1] = torch.arange(slots) + 0.5
     messages.words[1, Word.SENDER] = -2
@@ -55,7 +55,7 @@ def test_a_message_is_header_absent_tensors_scales_and_bits_at_the_documented_of
     assert not messages.bits[[0, 2]].any()
 
 
-def test_a_ternary_message_has_two_planes_of_bits_at_the_documented_offsets():
+def test_a_ternary_message_has_two_planes_at_documented_offsets():
     messages = Messages(3, 5, LAYOUT, CPU, ternary=True)
     assert messages.bits.shape == (3, 2, 32)
     messages.bits[1] = torch.arange(64).view(2, 32)
@@ -66,7 +66,7 @@ def test_a_ternary_message_has_two_planes_of_bits_at_the_documented_offsets():
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 64])
-def test_scales_by_block_cost_3_percent_at_most_and_ternary_twice_the_bytes(world_size):
+def test_block_scales_cost_3_percent_and_ternary_twice_the_bytes(world_size):
     counts = sizes(MODELS["BERT-Large"]())
     layout = FlatLayout(counts, world_size, choose_block_size(counts, world_size))
     one, *others = (wire_bytes(layout, scope, ternary) for scope, ternary in NUMERICS.values())
@@ -138,7 +138,7 @@ CHECKED = {
 
 
 @pytest.mark.parametrize("word", CHECKED)
-def test_each_checked_word_that_differs_is_a_mismatch_on_every_rank(word):
+def test_each_checked_word_that_differs_is_a_mismatch_on_all(word):
     words = Messages(3, 1, LAYOUT, CPU).words.clone()
     words[2, word] += 1
     for own in words:
@@ -151,7 +151,7 @@ def test_each_checked_word_that_differs_is_a_mismatch_on_every_rank(word):
         assert text.endswith(f": {int(words[0, word])} on rank 0, {int(words[2, word])} on rank 2")
 
 
-def test_words_equal_on_all_ranks_that_are_not_this_ranks_own_are_damage():
+def test_words_that_are_not_those_this_rank_sent_are_damage():
     words = Messages(3, 1, LAYOUT, CPU).words.clone()
     own = words[0].clone()
     own[Word.STEP] += 1
@@ -221,7 +221,7 @@ def test_ranks_agree_or_every_rank_learns_the_first_difference(case):
     assert run_ranks(agreeing, 3, case) == OUTCOMES[case]
 
 
-def test_a_single_rank_agrees_with_itself_and_raises_its_own_error():
+def test_a_single_rank_agrees_with_itself_or_raises_its_error():
     agree(LocalTransport(), [("lr", "0.1")], CPU)
     with pytest.raises(KeyError, match="lr"):
         agree(LocalTransport(), [], CPU, KeyError("lr"))
@@ -232,7 +232,7 @@ def test_a_single_rank_agrees_with_itself_and_raises_its_own_error():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64])
-def test_checksums_are_equal_for_equal_bits_and_change_with_any_element(dtype):
+def test_checksums_equal_for_equal_bits_change_with_any_element(dtype):
     x = (torch.randn(500, generator=torch.Generator().manual_seed(0)) > 0).to(dtype)
     assert checksum(x) == checksum(x.clone())
     assert 0 <= checksum(x) < 2**63
@@ -254,7 +254,7 @@ def test_a_checksum_sees_order_length_and_the_sign_of_zero():
     assert checksum(long) != checksum(swapped)
 
 
-def test_a_checksum_reads_memory_order_from_where_the_tensor_starts():
+def test_a_checksum_reads_memory_order_from_the_tensors_start():
     x = torch.arange(12.0)
     assert checksum(x.view(3, 4).t()) == checksum(x)
     assert checksum(x[4:8]) == checksum(x[4:8].clone()) != checksum(x[:4])
@@ -296,7 +296,7 @@ def moving(rank: int, world_size: int) -> tuple:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_transport_moves_rows_and_counts_what_it_sends_to_others(world_size):
+def test_a_transport_moves_rows_and_counts_what_it_sends(world_size):
     ranks = range(world_size)
     for rank, (seen, text, total) in enumerate(run_ranks(moving, world_size)):
         assert seen == [
@@ -320,7 +320,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     return texts
 
 
-def test_a_group_that_lacks_this_process_or_its_device_is_refused():
+def test_a_group_without_this_process_or_its_device_is_refused():
     absent, local = "process_group must contain this process", "local (world size 1)"
     first, second = run_ranks(refused, 2)
     assert first[:2] == [local, absent]

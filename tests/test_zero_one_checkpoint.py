@@ -316,7 +316,7 @@ def load_wrong(rank: int, world_size: int, case: str) -> tuple[type | None, str,
         ("place", "the checkpoint's local is 1 on rank 0 but 0 on rank 1"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused_on_every_rank_and_changes_nothing(case, text):
+def test_another_runs_checkpoint_is_refused_and_changes_nothing(case, text):
     results = run_ranks(load_wrong, 2, case, group_timeout=10)
     assert any(text in message for _, message, _ in results), results
     for kind, _, still in results:
@@ -337,7 +337,7 @@ def test_others_refuse_its_checkpoints(kind):
     assert "ZeroOneAdam" in text
 
 
-def test_a_policy_that_has_changed_is_told_and_goes_on_after_the_round():
+def test_a_changed_policy_is_warned_of_and_holds_after_the_round():
     saver = make(make_parameters(), (0, 0, 1, 3, 1))
     train(saver, 0, 5)
     saved = through_a_file(saver.state_dict())

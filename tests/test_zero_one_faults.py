@@ -86,7 +86,7 @@ def bad_number(rank: int, world_size: int, place: str, nonfinite: str) -> dict[s
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @EACH_PLACE
-def test_a_number_that_is_not_finite_on_one_rank_skips_the_round_on_all_and_nothing_is_lost(place, nonfinite):
+def test_one_ranks_nonfinite_number_skips_a_round_without_loss(place, nonfinite):
     results = run_ranks(bad_number, 2, place, nonfinite, group_timeout=10)
     for seen in results:
         print(f"{place}, {nonfinite}: of the workers' updates lost {seen['lost']:.1e} (limit 3e-6)")
@@ -168,7 +168,7 @@ def overflow(rank: int, world_size: int, place: str, attach: bool) -> dict[str, 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("attach", [False, True], ids=["bare", "ddp"])
 @EACH_PLACE
-def test_an_overflow_on_one_rank_lowers_the_scale_on_all_and_parameters_stay_equal(place, attach):
+def test_one_ranks_overflow_lowers_the_scale_on_all_equally(place, attach):
     results = run_ranks(overflow, 2, place, attach, group_timeout=20)
     ends, end = [0, 1, 2, 6, 7, 8, 9, 10, 11, 12, 16, 17, 18, 19, 20, 21], BEGINS[place] + LENGTH[place] - 1
     skipped = PLACES[place] == end  # then the round is done once more; before it, a lone step is none
@@ -199,7 +199,7 @@ def overflow_in_deepspeeds(rank: int, transport: Transport) -> tuple[list[str], 
     return phases, scales, fingerprint(parameters(optimizer))
 
 
-def test_an_overflow_within_a_round_of_deepspeeds_lowers_the_scale_on_all_at_its_end():
+def test_overflows_in_deepspeeds_rounds_lower_scales_at_the_end():
     (phases, scales, prints), (_, others, other) = SimulatedGroup(2).run(overflow_in_deepspeeds)
     assert phases[11] == "local"
     assert phases[-1] == "one-bit"
@@ -239,7 +239,7 @@ def parted(rank: int, world_size: int) -> tuple[type | None, str, str]:
     return *caught(lambda: scaler.step(optimizer)), fingerprint(parameters(optimizer))
 
 
-def test_loss_scales_that_differ_where_ddp_has_averaged_are_found_instead_of_parameters_that_do():
+def test_loss_scales_that_differ_under_ddp_are_found_first():
     results = run_ranks(parted, 2, group_timeout=20)
     for kind, text, prints in results:
         assert kind is OutOfStepError
@@ -273,7 +273,7 @@ def spoil(rank: int, world_size: int, place: str, case: str) -> dict[str, Any]:
 
 @pytest.mark.long(but=1)
 @EACH_PLACE
-def test_a_bad_gradient_or_setting_on_one_rank_is_raised_by_all_where_they_meet(place):
+def test_one_ranks_bad_gradient_or_setting_raises_on_all(place):
     for case, own, text in (
         ("layout", TypeError, "the gradient of"),
         ("lr", ValueError, "lr must be a finite number >= 0, got -1.0 in group 0"),
@@ -291,7 +291,7 @@ def test_a_bad_gradient_or_setting_on_one_rank_is_raised_by_all_where_they_meet(
 
 @pytest.mark.long(but=1)
 @EACH_PLACE
-def test_hyper_parameters_that_differ_in_one_step_are_found_where_ranks_meet(place):
+def test_hyper_parameters_that_differ_once_raise_at_the_round(place):
     for case in ("weight_decay", "betas"):
         results = run_ranks(spoil, 2, place, case, group_timeout=10)
         for seen in results:

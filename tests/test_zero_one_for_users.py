@@ -61,7 +61,7 @@ def test_where_a_mask_is_false_nothing_moves_and_nothing_is_kept(options):
 @pytest.mark.long(but=1)
 @SCOPES
 @pytest.mark.parametrize("given", [None, 0.0], ids=["none", "zeros"])
-def test_a_parameter_that_never_has_a_gradient_stays_and_one_with_zeros_only_decays(options, given):
+def test_no_gradients_leave_a_parameter_and_zeros_only_decay_it(options, given):
     def run(rank: int, transport: Transport, decay: float) -> tuple[Tensor, Tensor, Tensor]:
         params = make_parameters()
         optimizer = make(params, ROUNDS, weight_decay=decay, process_group=transport, **options)
@@ -82,7 +82,7 @@ def test_a_parameter_that_never_has_a_gradient_stays_and_one_with_zeros_only_dec
 
 @pytest.mark.parametrize("variance_floor", [0.01, 0.0])
 @pytest.mark.parametrize("precondition", [True, False])
-def test_rows_that_are_never_seen_take_no_giant_steps_where_the_variance_is_renewed(precondition, variance_floor):
+def test_unseen_rows_take_no_giant_steps_at_a_renewal(precondition, variance_floor):
     """A bit has no zero: their rebuilt momentum is noise, which Adam's own denominator, eps, would blow up."""
 
     def run(rank: int, transport: Transport) -> tuple[float, float]:
@@ -129,7 +129,7 @@ def run_groups(rank: int, transport: Transport, kind: str) -> list[Tensor]:
     return params
 
 
-def test_groups_have_their_own_hyper_parameters_and_maximize_ascends():
+def test_groups_have_own_hyper_parameters_and_maximize_ascends():
     found = {}
     for kind in ("plain", "groups", "maximize", "still"):
         found[kind] = SimulatedGroup(2).run(lambda r, t, kind=kind: run_groups(r, t, kind))
@@ -160,7 +160,7 @@ def grow(rank: int, world_size: int) -> tuple[list[bool], tuple, tuple, list[flo
     return same, differs, late, moved, fingerprint(params)
 
 
-def test_a_group_can_be_added_before_the_first_round_of_bits_and_what_was_stays():
+def test_groups_can_be_added_before_the_first_round_of_bits():
     results = run_ranks(grow, 2, group_timeout=10)
     for same, differs, late, moved, prints in results:
         assert all(same)
@@ -176,7 +176,7 @@ def test_a_group_can_be_added_before_the_first_round_of_bits_and_what_was_stays(
 # ---------------------------------------------------------------- 16 bits
 
 
-def test_masters_of_bfloat16_parameters_follow_the_algorithm_exactly():
+def test_masters_of_bfloat16_follow_the_algorithm_exactly():
     def run(rank: int, transport: Transport, dtype: torch.dtype) -> list[tuple[list[Tensor], list[Tensor]]]:
         params = [Parameter(p.detach().bfloat16().to(dtype)) for p in make_parameters()]
         optimizer, seen = make(params, ROUNDS, master_weights=True, process_group=transport), []
@@ -197,7 +197,7 @@ def test_masters_of_bfloat16_parameters_follow_the_algorithm_exactly():
                 assert (master - q).abs().max() <= 1e-6 * q.abs().max()
 
 
-def test_bfloat16_parameters_without_masters_are_equal_after_each_round_and_close():
+def test_bfloat16_without_masters_is_equal_after_each_round():
     def run(rank: int, transport: Transport, dtype: torch.dtype) -> list[tuple[str, list[Tensor]]]:
         optimizer, seen = make(make_parameters(dtype), ROUNDS, process_group=transport), []
         for step in range(16):
@@ -217,7 +217,7 @@ def test_bfloat16_parameters_without_masters_are_equal_after_each_round_and_clos
 
 
 @pytest.mark.parametrize("kind", ["float", "tensor"])
-def test_a_rate_of_zero_moves_nothing_and_loses_nothing_and_a_fall_takes_no_leap(kind):
+def test_a_rate_of_zero_loses_nothing_and_a_fall_takes_no_leap(kind):
     def run(rank: int, transport: Transport) -> list[float]:
         lr = torch.tensor(1e-2) if kind == "tensor" else 1e-2
         optimizer = make(make_parameters(), (0, 0, 0, *(2, 1) * 8), lr, weight_decay=0.0, process_group=transport)
@@ -285,7 +285,7 @@ def with_ddp(rank: int, world_size: int, wrapped: bool, how: dict) -> tuple[list
 
 
 @EACH_VARIANCE
-def test_ddp_averages_where_the_variance_is_renewed_only_and_the_bits_are_those_without_it(how):
+def test_ddp_averages_only_at_renewals_with_the_bits_without_it(how):
     plain, wrapped = (run_ranks(with_ddp, 2, way, how) for way in (False, True))
     for (prints, _, _), (with_it, sent, phases) in zip(plain, wrapped, strict=True):
         assert prints == with_it

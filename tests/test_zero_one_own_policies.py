@@ -97,7 +97,7 @@ def disagree(rank: int, world_size: int, case: str) -> tuple[int, type | None, s
         ("zero", "round 4 is a synchronisation after 1 steps on rank 0 but nothing more on rank 1"),
     ],
 )
-def test_policies_that_answer_differently_are_one_clear_error_on_every_rank(case, text):
+def test_policies_that_answer_differently_raise_alike_on_all(case, text):
     results = run_ranks(disagree, 2, case, group_timeout=10)
     for step, kind, message, again, seconds, equal in results:
         assert kind is DisagreementError
@@ -177,7 +177,7 @@ def differ(rank: int, world_size: int) -> tuple[type | None, str]:
     return caught(lambda: ZeroOneAdam(make_parameters(), sync_policy=policy))
 
 
-def test_policies_that_state_something_else_are_found_at_construction():
+def test_policies_that_state_otherwise_are_found_at_construction():
     for kind, text in run_ranks(differ, 2, group_timeout=10):
         assert kind is DisagreementError
         assert "sync_policy is DoublingRounds(after=3, scaler=2, most=16) on rank 0 but DoublingRounds(" in text

@@ -46,7 +46,7 @@ def follow(rank: int, transport: Transport, options: dict[str, Any]) -> list[tup
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("options", [{}, {"precondition": False, "scale_scope": "global"}], ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_parameters_and_momenta_are_equal_on_all_ranks_after_each_round_and_differ_within(world_size, options):
+def test_ranks_are_equal_after_each_round_and_differ_within(world_size, options):
     ranks = simulate(follow, world_size, options)
     assert [phase for phase, *_ in ranks[0]] == Script(ROUNDS).places(18)
     for of_ranks in zip(*ranks, strict=True):
@@ -199,7 +199,7 @@ def places(rank: int, world_size: int, steps: int, bad: tuple[int, ...]) -> tupl
     return renewing, bits, optimizer.stats()["skipped_steps"]
 
 
-def test_intervals_count_synchronisations_and_skipped_ones_are_made_up_for():
+def test_intervals_count_rounds_and_make_up_for_skipped_ones():
     """By hand: renewals 0, 1 at distance 1, then 2, 2, 4, 4, 8: rounds 0, 1, 2, 4, 6, 10, 14, 22.
 
     Rounds 0 to 5 are of 1 step; 6 to 8 would be of 2 steps, and 9 on of 4, but for those that renew. The bad steps

@@ -62,7 +62,7 @@ def test_example_learns_compresses_and_keeps_ranks_equal(example: Path, processe
 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
-def test_run_resumed_in_the_compression_stage_continues_bit_for_bit(library: str, tmp_path: Path):
+def test_a_resumed_compressed_run_continues_bit_for_bit(library: str, tmp_path: Path):
     program = Path(__file__).parent / f"resume_{library}.py"
     launcher = "python" if library == "lightning" else "torchrun"
     processes = [] if library == "lightning" else ["--nproc-per-node", "2"]

@@ -66,7 +66,7 @@ def test_a_graph_holds_nccls_collectives(device, shapes, nccl, kind):
 
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
-def test_a_loss_scaled_step_never_waits_and_an_overflow_changes_nothing(device, shapes, kind):
+def test_loss_scaled_steps_never_wait_overflows_change_nothing(device, shapes, kind):
     run = Run(device, shapes, max_grad_norm=1.0, **KINDS[kind])
     scaler = amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=1000)
     scaler.scale(torch.ones(1, device=device))

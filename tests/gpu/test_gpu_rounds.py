@@ -70,7 +70,7 @@ def test_no_step_of_a_round_waits_for_the_device(device, shapes, kind):  # noqa:
 
 
 @pytest.mark.cuda_only
-def test_rounds_over_nccl_at_world_size_1_equal_those_without_collectives(device, shapes, nccl):  # noqa: F811
+def test_rounds_over_nccl_on_one_rank_equal_those_without_it(device, shapes, nccl):  # noqa: F811
     expected = Rounds(device, shapes, make=MarsitSGD).steps(0, 12)
     assert_equal(Rounds(device, shapes, transport=nccl(), make=MarsitSGD).steps(0, 12), expected)
 

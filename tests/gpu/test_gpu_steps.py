@@ -34,7 +34,7 @@ def test_30_steps_through_the_kernels_equal_30_through_eager(device, shapes, sma
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_30_steps_of_lamb_through_the_kernels_equal_30_through_eager(device, shapes, dtype):
+def test_lamb_through_the_kernels_equals_lamb_through_eager(device, shapes, dtype):
     results, layers = [], []
     for backend in ("plain", "triton"):
         with using(backend):
@@ -52,7 +52,7 @@ def test_30_steps_of_lamb_through_the_kernels_equal_30_through_eager(device, sha
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @every_kind
-def test_simulated_ranks_stay_bit_identical_for_50_steps_and_one_with_a_nan(device, shapes, kind, world_size):
+def test_simulated_ranks_stay_bit_identical_through_a_nan(device, shapes, kind, world_size):
     def each(rank: int, transport: Transport) -> tuple[list[Tensor], dict]:
         run = Run(device, shapes, rank, transport, **KINDS[kind])
         nan_at = 30 if rank == world_size - 1 else None
@@ -70,7 +70,7 @@ def test_simulated_ranks_stay_bit_identical_for_50_steps_and_one_with_a_nan(devi
 
 @pytest.mark.cuda_only
 @every_kind
-def test_simulated_ranks_through_the_kernels_equal_those_through_eager(device, shapes, kind):
+def test_simulated_ranks_through_kernels_equal_eager_ones(device, shapes, kind):
     def each(rank: int, transport: Transport) -> list[Tensor]:
         return Run(device, shapes, rank, transport, scale_scope="layer", **KINDS[kind]).steps(0, 25)
 
@@ -125,13 +125,13 @@ def test_a_learning_rate_on_the_device_is_read_without_waiting(device, shapes, k
 
 @pytest.mark.cuda_only
 @every_kind
-def test_a_compression_stage_step_over_nccl_never_waits_for_the_device(device, shapes, nccl, kind):
+def test_compressed_steps_over_nccl_never_wait_for_the_device(device, shapes, nccl, kind):
     _steps_without_waiting(Run(device, shapes, transport=nccl(), **KINDS[kind]))
 
 
 @pytest.mark.cuda_only
 @every_kind
-def test_nothing_of_full_size_is_allocated_in_the_compression_stage(device, kind):
+def test_compressed_steps_allocate_nothing_of_full_size(device, kind):
     n = 1 << 24
     run = Run(device, ((n,),), freeze_step=1, **KINDS[kind])
     run.steps(0, 3)

@@ -117,7 +117,7 @@ def averages(rank: int, world_size: int, scope: str, norm: str, ternary: bool) -
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_what_was_compressed_away_is_never_lost_and_ranks_stay_equal(world_size, scope, norm, ternary):
+def test_what_was_compressed_away_is_kept_and_ranks_stay_equal(world_size, scope, norm, ternary):
     runs = on_ranks(averages, world_size, scope, norm, ternary)
     assert_nothing_was_lost(runs)
     assert_ranks_are_equal(runs)
@@ -154,7 +154,7 @@ def masked(rank: int, world_size: int) -> Run:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_masked_and_padding_elements_have_no_result_and_no_residual(world_size):
+def test_masked_and_padding_elements_have_no_result_or_residual(world_size):
     runs = on_ranks(masked, world_size)
     assert_ranks_are_equal(runs)
     layout = FlatLayout(SIZES, world_size, 128)
@@ -212,7 +212,7 @@ def traffic(rank: int, world_size: int, scope: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("scope", "slots"), [("global", 1), ("layer", 3), ("block", 3)])
-def test_a_call_is_two_collectives_of_one_message_to_each_other_rank(scope, slots):
+def test_a_call_is_two_collectives_with_a_message_to_each_rank(scope, slots):
     # The tensors of each chunk's blocks: 0 0 0 2 3 | 4 4 4 4 4.
     message = 32 + 16 + -(-4 * slots // 16) * 16 + 5 * 128 // 8
     for seen in run_ranks(traffic, 2, scope):
@@ -320,7 +320,7 @@ def test_one_rank_makes_all_skip_the_step_and_nothing_is_lost(how, flag, text, w
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_corrupted_gather_is_found_on_every_rank_at_the_next_call(world_size):
+def test_a_corrupted_gather_is_found_on_all_at_the_next_call(world_size):
     for run in run_ranks(spoiled, world_size, "a_corrupted_gather"):
         assert run.flags == [0, 0, int(Flag.MISMATCH), 0, 0]
         assert run.texts[2].startswith("digest of the last synchronisation: ")

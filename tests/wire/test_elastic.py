@@ -48,7 +48,7 @@ def kill_one(agent: subprocess.Popen, log: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_loss_goes_on_with_one_rank_fewer_after_a_worker_was_killed(tmp_path):
+def test_the_loss_goes_on_with_one_rank_fewer_after_a_kill(tmp_path):
     logs = {name: tmp_path / f"{name}.log" for name in ("straight", "killed", "resumed")}
     assert start(4, tmp_path / "straight", logs["straight"]).wait(timeout=200) == 0, logs["straight"].read_text()
     kill_one(start(4, tmp_path / "saved", logs["killed"]), logs["killed"])

@@ -22,7 +22,7 @@ def count(*arguments: str, within: float) -> str:
 @pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("cc"), reason="needs a C compiler: install gcc or clang"
 )
-def test_ranks_whose_threads_are_late_in_their_last_step_end_without_an_abort():
+def test_ranks_whose_threads_are_late_end_without_an_abort():
     told = count("--late", "--runs", "2", "--ranks", "2", "--steps", "2", within=120)
     assert told == "2 runs of 2 ranks: 0 ended by a signal, 0 with an error"
 

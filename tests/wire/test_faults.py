@@ -96,7 +96,7 @@ def kill_each(name: str, faults: Sequence[Fault], victims: Sequence[int]) -> Non
             raise error
 
 
-def test_a_rank_killed_anywhere_in_a_step_costs_only_the_steps_since_the_last_checkpoint():
+def test_a_killed_rank_costs_only_the_steps_since_the_checkpoint():
     kill_each("onebit-adam", [*POINTS["onebit-adam"], SAVING], [1])
 
 
@@ -128,7 +128,7 @@ def run_with(name: str, fault: Fault, victim: int, init: str = "") -> list[Any]:
         )
 
 
-def test_a_rank_that_hangs_is_named_by_all_others_within_the_timeout():
+def test_a_hanging_rank_is_named_by_all_within_the_timeout():
     cases = [
         ("onebit-adam", Fault("hang", 6, "all_gather", how="stop"), 2),
         ("onebit-adam", Fault("hang", 2, "all_reduce", how="stop"), 0),
@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_named_by_all_others_within_the_timeout():
 
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.full)])
-def test_a_store_that_has_died_or_hangs_with_its_rank_hides_no_error(how):
+def test_a_store_that_dies_or_hangs_with_its_rank_hides_no_error(how):
     """Rank 0 hosts the store in which the group has met."""
     fault = Fault("store", 6, "all_gather", how=how)
     for told in run_with("onebit-adam", fault, 0, init=f"tcp://127.0.0.1:{free_port()}")[1:]:
@@ -185,7 +185,7 @@ def check_lengths(name: str, fault: Fault, results: list[Any]) -> str:
 
 
 @pytest.mark.long
-def test_a_message_of_another_length_is_never_taken_for_a_whole_one():
+def test_a_message_of_another_length_is_never_taken_for_whole():
     with ThreadPoolExecutor(AT_ONCE) as threads:
         runs = list(threads.map(lambda case: run_with(*case, victim=1), LENGTHS))
     for (name, fault), results in zip(LENGTHS, runs, strict=True):
@@ -252,7 +252,7 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
         ("ring", 4, "layout", "parameter layout"),
     ],
 )
-def test_another_step_or_layout_on_one_rank_is_found_by_all_before_anything_is_applied(name, steps, what, text):
+def test_one_ranks_other_step_or_layout_raises_before_applying(name, steps, what, text):
     averages = name == "ring" and steps == 4
     for kind, message, still in Ranks(disagree, name, steps, what).results(within=60):
         assert kind == ("CollectiveError" if averages else "OutOfStepError")

@@ -183,7 +183,7 @@ def move_everything(rank: int, transport: Transport) -> tuple[dict[str, Tensor],
 
 @needs_mpi
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_method_moves_and_counts_what_gloos_and_the_simulated_one_do(world_size):
+def test_every_method_moves_and_counts_as_gloo_and_simulated(world_size):
     by_mpi, by_gloo = on_both(move_everything, world_size)
     simulated = SimulatedGroup(world_size).run(move_everything)
     for mpi, *others in zip(by_mpi, by_gloo, simulated, strict=True):
@@ -222,7 +222,7 @@ def staged(rank: int, transport: Any) -> tuple[dict[str, Tensor], list[tuple[int
 
 @needs_mpi
 @pytest.mark.parametrize("how", [in_pieces, staged])
-def test_messages_in_pieces_and_through_staging_buffers_arrive_alike(how):
+def test_messages_in_pieces_and_staging_buffers_arrive_alike(how):
     plain, other = run_mpi(move_everything, 3), run_mpi(how, 3)
     for (moved, _), (again, *rest) in zip(plain, other, strict=True):
         for what, tensor in moved.items():
@@ -255,7 +255,7 @@ def reprs(rank: int, transport: Any) -> list[str]:
 
 
 @needs_mpi
-def test_what_is_printed_names_the_library_its_version_and_how_cuda_tensors_travel():
+def test_repr_names_the_library_its_version_and_cudas_way():
     for rank, (own, optimizer, staged_, aware) in enumerate(run_mpi(reprs, 2)):
         print(own)
         assert re.fullmatch(rf"MPI by \S.* v?\d+\.\S+, CUDA( staged|-aware) \(rank {rank} of 2\)", own)
@@ -389,7 +389,7 @@ def imported(rank: int, world_size: int) -> bool:
     return "mpi4py" in sys.modules
 
 
-def test_nothing_imports_mpi4py_before_a_transport_is_constructed():
+def test_nothing_imports_mpi4py_before_a_transport_is_made():
     assert run_ranks(imported, 2) == [False, False]
 
 

@@ -84,7 +84,7 @@ def test_the_first_error_ends_all_ranks_and_is_raised():
     assert group.run(lambda rank, transport: rank) == [0, 1, 2, 3]
 
 
-def test_a_rank_that_stops_early_or_calls_something_else_hangs_nobody():
+def test_a_rank_that_stops_early_or_calls_otherwise_hangs_nobody():
     def early(rank: int, transport: Transport) -> None:
         for _ in range(2 - rank):
             transport.all_reduce(torch.ones(1))
