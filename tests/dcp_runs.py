@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from observe import fingerprint
+from optimizers import by_name, objects
 from torch import Tensor, nn
 
-from fusedonebit import FusedOneBitWarning, MarsitSGD
+from fusedonebit import FusedOneBitWarning, MarsitSGD, OneBitAdam, OneBitLamb
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
 
+FREEZE = 10
 BATCH = 48  # of all ranks together: 1, 2, 3 and 4 divide it
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 65), nn.ReLU(), nn.Linear(65, 1)).to(dtype)
+
+
+def make(
+    name: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False, **options: Any
+) -> tuple[nn.Module, DistributedOptimizer]:
+    """Returns a model, of which the second layer may be frozen, and an optimizer of its parameters."""
+    model = network(dtype)
+    model[2].requires_grad_(not frozen)
+    if name == "marsit":
+        given = {"lr": 1e-2, "momentum": 0.9, "full_precision_every": 6} | options
+        return model, MarsitSGD(model.parameters(), **objects(**given))
+    classes: dict[str, Callable[..., DistributedOptimizer]] = {"adam": by_name(OneBitAdam), "lamb": by_name(OneBitLamb)}
+    given = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off"} | options
+    return model, classes[name](model.parameters(), **given)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

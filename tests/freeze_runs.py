@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from observe import parameters
+from torch import nn
 from torch.nn import Parameter
 
 from fusedonebit.core.optimizer import DistributedOptimizer
@@ -19,3 +22,17 @@ def step_once(optimizer: DistributedOptimizer, rank: int, step: int, bad: bool =
     if bad:
         p.grad.view(-1)[0] = float("nan")
     optimizer.step()
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def take_steps(model: nn.Module, optimizer: Any, steps: range, growth: float = 1.0) -> None:
+    """Steps on noise, which is ``growth`` times as large in each."""
+    for step in steps:
+        x, noise = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (growth**step * model(x) * noise[:, :4]).mean().backward()
+        optimizer.step()

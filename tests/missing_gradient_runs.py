@@ -10,7 +10,8 @@ from optimizers import by_name
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import MarsitAdam, MarsitSGD, OneBitLion
+from fusedonebit import MarsitAdam, MarsitSGD, OneBitLion, ZeroOneAdam
+from fusedonebit.optim.policies import EveryStep
 
 SHAPES = [(31, 17), (5,), (), (3000,), (70, 40)]
 
@@ -22,6 +23,7 @@ OWN: dict[str, Make] = {
     "marsit": by_name(MarsitSGD, lr=1e-2, full_precision_every=4),
     "marsit, owner": by_name(MarsitSGD, lr=1e-2, full_precision_every=4, topology="owner"),
     "marsit adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=4),
+    "zero-one, own": by_name(ZeroOneAdam, lr=1e-2, sync_policy=EveryStep()),
 }
 
 

@@ -1,7 +1,4 @@
-"""What newcomers do wrong, by name, and what they must be told before the third step.
-
-``ALONE`` are made in one process, ``TOGETHER`` on two ranks, of which each makes its own.
-"""
+"""What newcomers do wrong in one process, by name, and what they must be told before the third step."""
 
 from __future__ import annotations
 
@@ -10,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit import Numerics, OneBitAdam, dcp, ddp
 
@@ -22,25 +17,12 @@ STEPS = 2
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {}
 """By name: what is done, and a pattern of what is told."""
 
-TOGETHER: dict[str, tuple[Callable[[int], Any], str, str]] = {}
-"""By name: what a rank does, and a pattern of what rank 0 is told, and rank 1; "" where nothing."""
-
 
 def alone(says: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Register a mistake of one process."""
 
     def register(make: Callable[[], Any]) -> Callable[[], Any]:
         ALONE[make.__name__] = make, says
-        return make
-
-    return register
-
-
-def together(first: str, second: str | None = None) -> Callable[[Callable[[int], Any]], Callable[[int], Any]]:
-    """Register a mistake of two ranks; ``second`` None: both are told the same."""
-
-    def register(make: Callable[[int], Any]) -> Callable[[int], Any]:
-        TOGETHER[make.__name__] = make, first, first if second is None else second
         return make
 
     return register
@@ -89,20 +71,51 @@ def train(
 
 # ---------------------------------------------------------------- arguments
 
-
-@alone(r"lr must be a finite number >= 0, got '1e-3'")
-def a_learning_rate_that_yaml_reads_as_text() -> None:
-    OneBitAdam(net().parameters(), lr="1e-3")
-
-
-@alone(r"lr must be a finite number >= 0, got \[0.001, 0.0001\]")
-def a_learning_rate_for_each_group_in_a_list() -> None:
-    OneBitAdam(net().parameters(), lr=[1e-3, 1e-4])
-
-
-@alone(r"lr must be a finite number >= 0, got -0.001")
-def a_negative_learning_rate() -> None:
-    OneBitAdam(net().parameters(), lr=-1e-3)
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a_learning_rate_that_yaml_reads_as_text": ({"lr": "1e-3"}, r"lr must be a finite number >= 0, got '1e-3'"),
+    "a_learning_rate_for_each_group_in_a_list": (
+        {"lr": [1e-3, 1e-4]},
+        r"lr must be a finite number >= 0, got \[0.001, 0.0001\]",
+    ),
+    "a_negative_learning_rate": ({"lr": -1e-3}, r"lr must be a finite number >= 0, got -0.001"),
+    "betas_swapped": (
+        {"betas": (0.999, 0.9)},
+        r"betas\[0\], the momentum's, is larger than the variance's: got \(0.999, 0.9\).*\(0.9, 0.999\)",
+    ),
+    "one_beta": ({"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0.9"),
+    "a_negative_weight_decay": ({"weight_decay": -0.01}, r"weight_decay must be a finite number >= 0, got -0.01"),
+    "freeze_step_and_warmup": (
+        {"freeze_step": 100, "warmup": 50},
+        r"warmup must be None where freeze_step says how long it is, got 50; pass one of them",
+    ),
+    "a_share_of_nothing": ({"warmup": 0.05}, r"total_steps must be an int >= 1 where warmup is a share of them"),
+    "a_warmup_in_percent": (
+        {"warmup": 5.0, "total_steps": 1000},
+        r"warmup must be .* a share of total_steps between 0 and 1, or None, got 5.0",
+    ),
+    "a_warmup_in_steps_beside_the_length_of_the_run": (
+        {"warmup": 250, "total_steps": 100},
+        r"total_steps must be .* where warmup is a share of them, and None elsewhere, got 100 with warmup=250",
+    ),
+    "options_in_a_dict": ({"numerics": {"precondition": False}}, r"numerics must be a fusedonebit.Numerics, got dict"),
+    "an_argument_of_deepspeeds": (
+        {"freeze_step": 100, "comm_backend_name": "nccl"},
+        r"unexpected keyword argument 'comm_backend_name'",
+    ),
+    "a_mask_by_name": (
+        {"numerics": Numerics(mask={"0.weight": torch.ones(8, 6, dtype=torch.bool)})},
+        r"a mask must be a bool tensor|mask must map parameters to bool tensors, got str: Tensor",
+    ),
+    "an_argument_of_torchs_optimizers": (
+        {"lr": 1e-3, "fused": True},
+        r"OneBitAdam got an unexpected keyword argument 'fused': leave it out",
+    ),
+}
+"""What the constructor is given beside the parameters, and what it says."""
+ALONE |= {
+    name: (lambda options=options: OneBitAdam(net().parameters(), **options), says)
+    for name, (options, says) in OPTIONS.items()
+}
 
 
 @alone(r"lr must be a finite number >= 0, got 'high' in group 0")
@@ -112,51 +125,6 @@ def a_learning_rate_set_to_text_between_steps() -> None:
     train(model, optimizer, steps=1)
     optimizer.param_groups[0]["lr"] = "high"
     train(model, optimizer, steps=1)
-
-
-@alone(r"betas\[0\], the momentum's, is larger than the variance's: got \(0.999, 0.9\).*\(0.9, 0.999\)")
-def betas_swapped() -> None:
-    OneBitAdam(net().parameters(), betas=(0.999, 0.9))
-
-
-@alone(r"betas must be two numbers in \[0, 1\), got 0.9")
-def one_beta() -> None:
-    OneBitAdam(net().parameters(), betas=0.9)
-
-
-@alone(r"weight_decay must be a finite number >= 0, got -0.01")
-def a_negative_weight_decay() -> None:
-    OneBitAdam(net().parameters(), weight_decay=-0.01)
-
-
-@alone(r"warmup must be None where freeze_step says how long it is, got 50; pass one of them")
-def freeze_step_and_warmup() -> None:
-    OneBitAdam(net().parameters(), freeze_step=100, warmup=50)
-
-
-@alone(r"total_steps must be an int >= 1 where warmup is a share of them")
-def a_share_of_nothing() -> None:
-    OneBitAdam(net().parameters(), warmup=0.05)
-
-
-@alone(r"warmup must be .* a share of total_steps between 0 and 1, or None, got 5.0")
-def a_warmup_in_percent() -> None:
-    OneBitAdam(net().parameters(), warmup=5.0, total_steps=1000)
-
-
-@alone(r"total_steps must be .* where warmup is a share of them, and None elsewhere, got 100 with warmup=250")
-def a_warmup_in_steps_beside_the_length_of_the_run() -> None:
-    OneBitAdam(net().parameters(), warmup=250, total_steps=100)
-
-
-@alone(r"numerics must be a fusedonebit.Numerics, got dict")
-def options_in_a_dict() -> None:
-    OneBitAdam(net().parameters(), numerics={"precondition": False})
-
-
-@alone(r"unexpected keyword argument 'comm_backend_name'")
-def an_argument_of_deepspeeds() -> None:
-    OneBitAdam(net().parameters(), freeze_step=100, comm_backend_name="nccl")
 
 
 @alone(r"freeze_step=0 needs a variance to freeze")
@@ -222,11 +190,6 @@ def values_of_a_state_dict_instead_of_parameters() -> None:
     train(model, OneBitAdam(list(model.state_dict().values())))
 
 
-@alone(r"a mask must be a bool tensor|mask must map parameters to bool tensors, got str: Tensor")
-def a_mask_by_name() -> None:
-    OneBitAdam(net().parameters(), numerics=Numerics(mask={"0.weight": torch.ones(8, 6, dtype=torch.bool)}))
-
-
 # ---------------------------------------------------------------- between construction and step
 
 
@@ -287,11 +250,6 @@ def a_layer_unfrozen_during_training() -> None:
     train(model, optimizer, steps=1)
 
 
-@alone(r"OneBitAdam got an unexpected keyword argument 'fused': leave it out")
-def an_argument_of_torchs_optimizers() -> None:
-    OneBitAdam(net().parameters(), lr=1e-3, fused=True)
-
-
 @alone(r"must be the folder of a complete checkpoint, but it does not exist")
 def a_checkpoint_that_is_not_there() -> None:
     model = net()
@@ -341,168 +299,3 @@ def no_zero_grad() -> None:
     for _ in range(STEPS):
         model(torch.randn(16, 6)).square().mean().backward()
         optimizer.step()
-
-
-# ---------------------------------------------------------------- on two ranks
-
-
-def steps_of(rank: int, model: nn.Module, optimizer: OneBitAdam, **how: Any) -> None:
-    train(model, optimizer, seed=rank, **how)
-
-
-@together(r"DistributedDataParallel averages the gradients already.*fusedonebit.ddp.attach\(model, optimizer\)", "")
-def ddp_without_attach(rank: int) -> None:
-    model = DistributedDataParallel(net())
-    steps_of(rank, model, OneBitAdam(model.parameters()))
-
-
-@together(r"clipped.*max_grad_norm=", "")
-def clipping_by_torch(rank: int) -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
-    steps_of(rank, model, optimizer, between=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-
-
-@together(r"clipped.*max_grad_norm=", "")
-def clipping_by_torch_and_by_the_optimizer(rank: int) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = OneBitAdam(model.parameters(), max_grad_norm=0.05)
-    ddp.attach(model, optimizer)
-    steps_of(rank, model, optimizer, between=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-
-
-@together(r"the checksum of parameter 0's values .* seed all ranks alike")
-def another_seed_on_each_rank(rank: int) -> None:
-    model = net(seed=rank)
-    OneBitAdam(model.parameters())
-
-
-@together(r"lr of group 0")
-def another_learning_rate_on_each_rank(rank: int) -> None:
-    OneBitAdam(net().parameters(), lr=1e-3 * (1 + rank))
-
-
-@together(r"ranks are out of step .* with equal hyper-parameters")
-def a_scheduler_on_one_rank_alone(rank: int) -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
-    steps_of(rank, model, optimizer, steps=1)
-    if rank == 0:
-        optimizer.param_groups[0]["lr"] = 1e-5
-    steps_of(rank, model, optimizer, steps=1)
-
-
-@together(r"the number of trainable parameters")
-def another_model_on_each_rank(rank: int) -> None:
-    OneBitAdam([*net().parameters(), *([Parameter(torch.ones(2))] * rank)])
-
-
-@together(r"another rank could not take the step|ranks are out of step|Another rank has died", "")
-def fewer_batches_on_one_rank(rank: int) -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
-    steps_of(rank, model, optimizer, steps=2 - rank)
-
-
-@together(r"a gradient on some rank was not finite after 0 updates; every rank skipped the step")
-def a_loss_that_is_nan_on_one_rank(rank: int) -> None:
-    model = net()
-    spoil = (lambda: model[0].weight.grad.fill_(float("nan"))) if rank else (lambda: None)
-    steps_of(rank, model, OneBitAdam(model.parameters()), steps=1, between=spoil)
-
-
-@together(r"another rank could not take the step", r"parameter 0 was torch.float32 .* but now is torch.bfloat16")
-def a_model_cast_on_one_rank(rank: int) -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
-    steps_of(rank, model.bfloat16() if rank else model, optimizer)
-
-
-@together(r"GradScaler found infinite gradients on some ranks only.*Use fusedonebit.amp.GradScaler")
-def the_grad_scaler_of_torch(rank: int) -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
-    scaler = torch.amp.GradScaler("cpu")
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.randn(4, 6)).square().mean()).backward()
-        if rank:
-            model[0].weight.grad.fill_(float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@together(r"process_group has this rank alone, of 2", "")
-def a_group_of_each_rank_alone(rank: int) -> None:
-    groups = [dist.new_group([r]) for r in range(2)]
-    model = net()
-    steps_of(rank, model, OneBitAdam(model.parameters(), process_group=groups[rank]))
-
-
-@together(r"process_group has this rank alone, of 2", r"process_group must contain this process")
-def a_group_without_this_rank(rank: int) -> None:
-    group = dist.new_group([0])
-    OneBitAdam(net().parameters(), process_group=group)
-
-
-@together(r"each rank must load the file that it saved itself")
-def the_checkpoint_of_rank_0_for_all(rank: int) -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters(), freeze_step=1)
-    steps_of(rank, model, optimizer)
-    box = [optimizer.state_dict() if rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    OneBitAdam(model.parameters(), freeze_step=1).load_state_dict(box[0])
-
-
-@together(r"model must be wrapped in DistributedDataParallel, got OptimizedModule; attach first, compile then")
-def ddp_compiled_before_attach(rank: int) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = OneBitAdam(model.parameters())
-    ddp.attach(torch.compile(model), optimizer)
-
-
-@together(r"optimizer must be one of fusedonebit's, got DistributedDataParallel")
-def attach_the_wrong_way_round(rank: int) -> None:
-    model = DistributedDataParallel(net())
-    ddp.attach(OneBitAdam(model.parameters()), model)
-
-
-@together(r"optimizer and model must have the same parameters, but only one has .* of model")
-def attached_with_a_part_of_the_parameters(rank: int) -> None:
-    model = DistributedDataParallel(net())
-    ddp.attach(model, OneBitAdam(model.module[0].parameters()))
-
-
-@together(r"AdamW trains 2 of the parameters of a model of which OneBitAdam trains the others, .* ranks will part", "")
-def the_rest_of_a_bare_model_left_to_adamw(rank: int) -> None:
-    model = net()
-    ours, rest = OneBitAdam(model[0].parameters()), torch.optim.AdamW(model[2].parameters())
-    steps_of(rank, model, ours, between=rest.step)
-
-
-@together(r"parameters must be frozen after attach\(\), .* but 0.weight was between")
-def a_layer_frozen_before_attach(rank: int) -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
-    model[0].requires_grad_(False)
-    ddp.attach(DistributedDataParallel(model), optimizer)
-
-
-@together(r"parameter 0 \(0.weight\) requires gradients now but did not .*attach, then freeze")
-def a_layer_unfrozen_that_ddp_and_the_optimizer_were_made_without(rank: int) -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    optimizer, wrapped = OneBitAdam(model.parameters()), DistributedDataParallel(model)
-    ddp.attach(wrapped, optimizer)
-    train(wrapped, optimizer, steps=1)
-    model[0].requires_grad_(True)
-    train(wrapped, optimizer, steps=1)
-
-
-@together(r"attached already")
-def attached_twice(rank: int) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = OneBitAdam(model.parameters())
-    ddp.attach(model, optimizer)
-    ddp.attach(model, optimizer)

@@ -14,9 +14,10 @@ from ranks import run_ranks
 from sharded import make_mesh, sharded_parameters
 from torch import Tensor, nn
 
-from fusedonebit import Lamb, MarsitAdam, OneBitAdam, OneBitLamb
+from fusedonebit import Lamb, MarsitAdam, OneBitAdam, OneBitLamb, ZeroOneAdam
 from fusedonebit.checkpoint import KEY, header_of
 from fusedonebit.comm import LocalTransport, SimulatedGroup
+from fusedonebit.optim.policies import FixedRounds
 
 CASES: dict[str, Callable[..., Any]] = {
     **MAKE,
@@ -25,6 +26,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "OneBitAdam, overlap": by_name(OneBitAdam, freeze_step=2, guard="off", overlap=True),
     "OneBitLamb, frozen": by_name(OneBitLamb, freeze_step=2, guard="off", adaptive=False),
     "MarsitAdam, local steps": by_name(MarsitAdam, local_steps=3),
+    "ZeroOneAdam, own, local steps": by_name(ZeroOneAdam, sync_policy=FixedRounds(3)),
     "AdamW": torch.optim.AdamW,
 }
 EACH = pytest.mark.parametrize("name", CASES)

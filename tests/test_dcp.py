@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from dcp_runs import batch, conserved, differing, everything, network, train
+from dcp_runs import FREEZE, batch, conserved, differing, everything, make, network, train
 from observe import fingerprint
-from optimizers import by_name, objects
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from fusedonebit import Faults, MarsitSGD, OneBitAdam, OneBitLamb, dcp
-from fusedonebit.core.optimizer import DistributedOptimizer
-
-FREEZE = 10
-
-
-def make(
-    name: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False, **options: Any
-) -> tuple[nn.Module, DistributedOptimizer]:
-    """Returns a model, of which the second layer may be frozen, and an optimizer of its parameters."""
-    model = network(dtype)
-    model[2].requires_grad_(not frozen)
-    if name == "marsit":
-        given = {"lr": 1e-2, "momentum": 0.9, "full_precision_every": 6} | options
-        return model, MarsitSGD(model.parameters(), **objects(**given))
-    classes: dict[str, Callable[..., DistributedOptimizer]] = {"adam": by_name(OneBitAdam), "lamb": by_name(OneBitLamb)}
-    given = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off"} | options
-    return model, classes[name](model.parameters(), **given)
+from fusedonebit import Faults, OneBitAdam, dcp
 
 
 def held_out(model: nn.Module) -> float:
@@ -93,6 +69,25 @@ def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(tmp_path, name, cut, dtype, 
         assert was == phase
         assert rewarms == (1 if "refuse_every" in options else 0)
         assert differ == []
+
+
+def save_asynchronously(rank: int, world_size: int, name: str, folder: str) -> list[str]:
+    model, optimizer = make(name)
+    train(model, optimizer, range(20))
+    at_the_call = everything(model, optimizer)
+    future = dcp.async_save(model, optimizer, folder)
+    train(model, optimizer, range(20, 30))
+    future.result()
+    again, resumed = make(name)
+    dcp.load(again, resumed, folder)
+    assert differing(everything(model, optimizer), at_the_call)
+    return differing(everything(again, resumed), at_the_call)
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
+def test_an_asynchronous_save_has_the_state_of_the_call(tmp_path, name):
+    assert run_ranks(save_asynchronously, 2, name, str(tmp_path / "saved")) == [[], []]
 
 
 # ---------------------------------------------------------------- other numbers of ranks
@@ -149,138 +144,6 @@ def test_on_other_numbers_of_ranks_nothing_is_lost(tmp_path, name, chain):
         assert results[0][2] == pytest.approx(after, rel=0.01)
 
 
-# ---------------------------------------------------------------- torch's own calls
-
-
-def by_torchs_calls(rank: int, world_size: int, name: str, folder: str) -> list[str]:
-    model, optimizer = make(name)
-    train(model, optimizer, range(20))
-    torch_dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    values = [p.detach().clone() for p in model.parameters()]
-    train(model, optimizer, range(20, 26))
-
-    again, resumed = make(name)
-    with torch.no_grad():
-        for p, value in zip(again.parameters(), values, strict=True):
-            p.copy_(value)
-    state = {"optim": dcp.template(again, resumed, folder, prefix="optim")}
-    torch_dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(again, resumed, state["optim"])
-    train(again, resumed, range(20, 26))
-    return differing(everything(model, optimizer), everything(again, resumed))
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
-def test_torchs_own_calls_do_with_a_template(tmp_path, name):
-    assert run_ranks(by_torchs_calls, 2, name, str(tmp_path / "saved")) == [[], []]
-
-
-def by_number(rank: int, world_size: int, name: str, steps: int, folder: str) -> tuple[str, list[str], list[str]]:
-    """What torch says of a raw state_dict() in a new optimizer; and what differs after what we say instead."""
-    model, optimizer = make(name)
-    train(model, optimizer, range(steps))
-    raw = {"model": get_model_state_dict(model), "optimizer": optimizer.state_dict()}
-    torch_dcp.save(raw, checkpoint_id=folder)
-    fresh, other = make(name)
-    said = ""
-    try:
-        torch_dcp.load({"optimizer": other.state_dict()}, checkpoint_id=folder)
-    except BaseException as error:  # a CheckpointException is none of Exception's
-        said = str(error)
-    dcp.load(fresh, other, folder)
-    loaded = differing(everything(model, optimizer), everything(fresh, other))
-
-    again, resumed = make(name)
-    again.load_state_dict(model.state_dict())
-    state = {"optimizer": dcp.template(again, resumed, folder)}
-    torch_dcp.load(state, checkpoint_id=folder)
-    resumed.load_state_dict(state["optimizer"])
-    return said, loaded, differing(everything(model, optimizer), everything(again, resumed))
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize(("name", "steps"), [("adam", 20), ("adam", 2), ("lamb", 20), ("marsit", 20)])
-def test_state_that_torch_saved_by_number_loads_as_the_page_says(tmp_path, name, steps):
-    page = (Path(__file__).parent.parent / "docs" / "when.md").read_text()
-    for said, loaded, by_template in run_ranks(by_number, 2, name, steps, str(tmp_path / "saved")):
-        assert (loaded, by_template) == ([], [])
-        if said:  # in the first stage a new optimizer has all that is there
-            assert "Missing key in checkpoint state_dict: optimizer.state.0." in said
-            assert "torch's `Missing key in checkpoint state_dict: optimizer.state...`" in page
-
-
-def flattened(rank: int, world_size: int, folder: str) -> list[str]:
-    model, optimizer = make("adam")
-    train(model, optimizer, range(20))
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    flat = get_optimizer_state_dict(model, optimizer, options=options)
-    torch_dcp.save({"optimizer": flat}, checkpoint_id=folder)
-    fresh, other = make("adam")
-    before, errors = everything(fresh, other), []
-    for call in (
-        lambda: set_optimizer_state_dict(fresh, other, flat, options=options),
-        lambda: dcp.template(fresh, other, folder),
-    ):
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            errors.append(str(error))
-    assert differing(everything(fresh, other), before) == []
-    return errors
-
-
-def test_a_flattened_state_which_torch_thins_out_is_refused(tmp_path):
-    for by_torch, by_template in run_ranks(flattened, 2, str(tmp_path / "saved"), group_timeout=20):
-        assert "torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have" in by_torch
-        assert "was saved with flatten_optimizer_state_dict=True" in by_template
-
-
-def save_asynchronously(rank: int, world_size: int, name: str, folder: str) -> list[str]:
-    model, optimizer = make(name)
-    train(model, optimizer, range(20))
-    at_the_call = everything(model, optimizer)
-    future = dcp.async_save(model, optimizer, folder)
-    train(model, optimizer, range(20, 30))
-    future.result()
-    again, resumed = make(name)
-    dcp.load(again, resumed, folder)
-    assert differing(everything(model, optimizer), at_the_call)
-    return differing(everything(again, resumed), at_the_call)
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
-def test_an_asynchronous_save_has_the_state_of_the_call(tmp_path, name):
-    assert run_ranks(save_asynchronously, 2, name, str(tmp_path / "saved")) == [[], []]
-
-
-def through_full_state(rank: int, world_size: int, name: str) -> tuple[list[str], list[tuple]]:
-    model, optimizer = make(name)
-    train(model, optimizer, range(20))
-    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    on_cpu = get_optimizer_state_dict(
-        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    again, resumed = make(name)
-    with torch.no_grad():
-        for p, q in zip(again.parameters(), model.parameters(), strict=True):
-            p.copy_(q)
-    set_optimizer_state_dict(again, resumed, full)
-    train(model, optimizer, range(20, 26))
-    train(again, resumed, range(20, 26))
-    return differing(everything(model, optimizer), everything(again, resumed)), sorted(on_cpu)
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("name", ["adam", "lamb", "marsit"])
-def test_a_full_state_has_all_rows_and_loads_without_options(name):
-    results = run_ranks(through_full_state, 2, name)
-    assert [differ for differ, _ in results] == [[], []]
-    # With cpu_offload torch gives it to rank 0 alone.
-    assert [keys for _, keys in results] == [["param_groups", "state"], []]
-
-
 # ---------------------------------------------------------------- frozen before the load
 
 
@@ -333,38 +196,6 @@ def test_a_layer_that_the_optimizer_was_made_without_is_named(tmp_path, name):
     told = run_ranks(make_without_and_load, 2, name, folder, group_timeout=20)
     text = "has state of 2.weight, 2.bias, which the optimizer was made without"
     assert [(text in error, changed) for error, changed in told] == [(True, [])] * 2
-
-
-def through_torch_alone(rank: int, world_size: int, broadcast: bool) -> tuple[str, list[str]]:
-    """Hands a full state to torch, which rank 0 alone has or with a layer frozen; returns the error, what changed."""
-    model, optimizer = make("adam")
-    train(model, optimizer, range(20))
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
-    full = get_optimizer_state_dict(model, optimizer, options=whole)
-    again, resumed = make("adam")
-    before = everything(again, resumed)
-    if not broadcast:
-        again[2].requires_grad_(False)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True) if broadcast else None
-    try:
-        set_optimizer_state_dict(again, resumed, full, options=options)
-    except ValueError as error:
-        return str(error), differing(everything(again, resumed), before)
-    return "", []
-
-
-@pytest.mark.parametrize(
-    ("broadcast", "text"),
-    [
-        (True, "and so does broadcast_from_rank0=True on all ranks but the first: leave it out and give every rank"),
-        (False, "torch leaves out what requires no gradients, here parameter 2, parameter 3: load before it is frozen"),
-    ],
-)
-def test_what_torch_leaves_out_is_named_with_its_option_or_layer(broadcast, text):
-    errors = run_ranks(through_torch_alone, 2, broadcast, group_timeout=20)
-    print([message for message, _ in errors])
-    assert all(changed == [] for _, changed in errors)
-    assert all(text in message for message, _ in errors)
 
 
 # ---------------------------------------------------------------- AdamW's

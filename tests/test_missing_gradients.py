@@ -19,7 +19,7 @@ from warmup_runs import relative
 from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.sharding import local
-from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep
+from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep, FixedRounds
 
 FREEZE = 3
 
@@ -42,8 +42,9 @@ IN_ROUNDS: dict[str, Make] = {
     "zero-one": partial(zero_one, sync_policy=DoublingRounds(1, 2, 2)),
     "marsit": by_name(MarsitSGD, lr=1e-2, full_precision_every=3, local_steps=2),
     "marsit adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=3, local_steps=2),
+    "zero-one, own": by_name(ZeroOneAdam, lr=1e-2, sync_policy=FixedRounds(2)),
 }
-OFTEN = ("adam", "adam, in buckets", "lamb", "Lamb", "lion, mean", "marsit", "zero-one")
+OFTEN = ("adam", "adam, in buckets", "lamb", "Lamb", "lion, mean", "marsit", "zero-one", "zero-one, own")
 
 
 def named(*families: dict[str, Make]) -> Any:

@@ -1,4 +1,4 @@
-"""What a newcomer does wrong is told before the third step, once, and no rank waits for ever: see ``mistakes``."""
+"""What a newcomer does wrong is told before the third step, once, and no rank waits for ever: see ``mistakes*``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 
 import pytest
 import torch
-from mistakes import ALONE, TOGETHER, net, told_by, train
+from mistakes import ALONE, net, told_by, train
+from mistakes_together import TOGETHER
 from ranks import run_ranks, simulate
 from torch.nn.parallel import DistributedDataParallel
 

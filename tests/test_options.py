@@ -1,11 +1,9 @@
-"""The constructors' few arguments, the objects that have the other options, and freezes that nobody has set."""
+"""The constructors' few arguments, and the objects that have the other options."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from freeze_runs import model_of, take_steps
 from optimizers import MAKE, objects
-from torch import nn
 
 import fusedonebit
 from fusedonebit import (
@@ -22,7 +20,6 @@ from fusedonebit import (
     DisagreementError,
     Faults,
     Freeze,
-    FusedOneBitWarning,
     Lamb,
     Layerwise,
     MarsitAdam,
@@ -43,20 +40,6 @@ from fusedonebit.deepspeed.config import DeepSpeedLayerwise
 
 EVERY = (AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
 OBJECTS = (Faults, Freeze, Layerwise, Numerics, Rounds, Wire)
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def take_steps(model: nn.Module, optimizer: Any, steps: range, growth: float = 1.0) -> None:
-    """Steps on noise, which is ``growth`` times as large in each."""
-    for step in steps:
-        x, noise = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        (growth**step * model(x) * noise[:, :4]).mean().backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -333,90 +316,6 @@ def test_what_is_said_goes_before_deepspeeds_numerics():
     block["params"]["max_coeff"] = 3.0
     with pytest.raises(ValueError, match="layerwise must be None where the config has max_coeff"):
         OneBitLamb.from_deepspeed(model_of().parameters(), block, layerwise=Layerwise(c_max=2.0))
-
-
-# ---------------------------------------------------------------- freezes by themselves
-
-
-def test_three_words_train_and_compress():
-    model = model_of()
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3)
-    take_steps(model, optimizer, range(270))
-    stats = optimizer.stats()
-    assert optimizer.phase == "compression"
-    assert stats["freeze_step"] == 250
-    assert stats["renewals"] > 5
-    assert "variance: shared, after 250 updates" in repr(optimizer)
-
-
-@pytest.mark.long
-def test_four_words_train_and_freeze():
-    model = model_of()
-    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step="auto")
-    take_steps(model, optimizer, range(2500))
-    frozen = optimizer.stats()["freeze_step"]
-    print(f"frozen after {frozen} updates (deadline 10,000)")
-    assert optimizer.phase == "compression"
-    assert 1000 < frozen < 10_000
-    assert optimizer.stats()["renewals"] == 0
-
-
-DEADLINES = {
-    "of the memory": ({"betas": (0.9, 0.9)}, Freeze(), 100),
-    "behind the warm-up": ({"betas": (0.9, 0.9)}, Freeze(lr_warmup_steps=20), 120),
-    "told": ({"betas": (0.9, 0.9)}, Freeze(deadline=60), 60),
-}
-
-
-@pytest.mark.parametrize("case", DEADLINES)
-def test_a_variance_that_never_settles_is_frozen_by_the_deadline(case):
-    options, freeze, deadline = DEADLINES[case]
-    model = model_of()
-    optimizer = OneBitAdam(
-        model.parameters(), lr=0.0, faults=Faults(guard="off"), **objects(freeze_step=freeze, **options)
-    )
-    take_steps(model, optimizer, range(deadline), growth=1.05)
-    assert optimizer.phase == "warmup"
-    with pytest.warns(FusedOneBitWarning, match=f"not seen to settle by the deadline, {deadline} updates"):
-        take_steps(model, optimizer, range(deadline, deadline + 1), growth=1.05)
-    assert optimizer.stats()["freeze_step"] == deadline
-
-
-def test_a_resumed_run_freezes_at_the_deadline_bit_for_bit():
-    def make() -> tuple[nn.Module, OneBitAdam]:
-        model = model_of()
-        freeze = Freeze(deadline=40)
-        return model, OneBitAdam(
-            model.parameters(), lr=1e-3, betas=(0.9, 0.9), freeze_step=freeze, faults=Faults(guard="off")
-        )
-
-    model, optimizer = make()
-    take_steps(model, optimizer, range(30), growth=1.1)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    other, resumed = make()
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    for trained, by in ((model, optimizer), (other, resumed)):
-        with pytest.warns(FusedOneBitWarning, match="deadline, 40 updates"):
-            take_steps(trained, by, range(30, 50), growth=1.1)
-        assert by.stats()["freeze_step"] == 40
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize(
-    ("freeze", "text"),
-    [
-        (Freeze(deadline=5, lr_warmup_steps=5), "deadline must be an int > lr_warmup_steps=5, or None, got 5"),
-        (Freeze(deadline=math.inf), "deadline must be an int > lr_warmup_steps=0, or None, got inf"),
-        (Freeze(step=5, deadline=9), 'deadline must be None unless freeze_step is "auto", got 9'),
-    ],
-    ids=str,
-)
-def test_bad_deadlines_are_named(freeze, text):
-    with pytest.raises(ValueError, match="deadline") as error:
-        OneBitAdam(model_of().parameters(), freeze_step=freeze)
-    assert str(error.value) == text
 
 
 def test_zero_one_adam_takes_its_policies_as_arguments():

@@ -213,40 +213,36 @@ TWO_STAGES: dict[str, dict[str, Any]] = {
     "warm start": {"options": {"freeze_step": 0}, "special": ("warm",)},
 }
 LIVING: dict[str, Any] = {"variance": "shared", "betas": (0.9, 0.9)}
+
+
+def with_options(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return case | {"options": case.get("options", {}) | options}
+
+
 OF_ADAM: dict[str, dict[str, Any]] = {
     "living": {"options": LIVING, "steps": 8},
-    "living, W = 1": {"options": LIVING, "world_size": 1},
-    "living, bf16": {"options": LIVING, "dtypes": (BFLOAT16,)},
-    "living, fp16": {"options": LIVING, "dtypes": (FLOAT16,)},
-    "living, mixed dtypes": {"options": LIVING, "dtypes": (FLOAT32, BFLOAT16, FLOAT16)},
-    "living, unaligned": {"options": LIVING, "special": ("unaligned",)},
-    "living, clipped": {"options": LIVING | {"max_grad_norm": 0.5}},
-    "living, a GradScaler": {"options": LIVING, "special": ("scaled",)},
-    "living, absent gradients": {"options": LIVING, "special": ("absent",)},
-    "living, bf16 variance": {"options": LIVING | {"frozen_dtype": BFLOAT16}},
     "living, bf16 variance, W = 1": {"options": LIVING | {"frozen_dtype": BFLOAT16}, "world_size": 1},
-    "living, no precondition": {"options": LIVING | {"precondition": False}},
-    "living, ternary": {"options": LIVING | {"ternary": True}},
-    "living, eps inside": {"options": LIVING | {"eps_inside_sqrt": True}},
-    "living, buckets": {"options": LIVING | {"buckets": 3}},
-    "living, blocks of 128": {"options": LIVING | {"block_size": 128}},
+    **{
+        f"living, {what}": with_options((OF_ALL | COMPRESSING | TWO_STAGES)[what], LIVING)
+        for what in (
+            *("W = 1", "bf16", "fp16", "mixed dtypes", "unaligned", "clipped", "a GradScaler", "absent gradients"),
+            *("bf16 variance", "no precondition", "ternary", "eps inside", "buckets", "blocks of 128"),
+        )
+    },
 }
 OF_RESIDUALS: dict[str, dict[str, Any]] = {
-    f"state in {state}, {name}": {**case, "options": case.get("options", {}) | {"state": state}}
+    f"state in {state}, {name}": with_options(case, {"state": state})
     for state in ("bf16", "8bit")
     for name, case in {
         "frozen": {},
-        "frozen, W = 1": {"world_size": 1},
-        "frozen, bf16": {"dtypes": (BFLOAT16,)},
-        "frozen, ternary": {"options": {"ternary": True}},
-        "frozen, eps inside": {"options": {"eps_inside_sqrt": True}},
-        "frozen, blocks of 128": {"options": {"block_size": 128}},
-        "frozen, buckets": {"options": {"buckets": 3}},
-        "living": {"options": LIVING, "steps": 8},
-        "living, W = 1": {"options": LIVING, "world_size": 1},
-        "living, bf16": {"options": LIVING, "dtypes": (BFLOAT16,)},
-        "living, ternary": {"options": LIVING | {"ternary": True}},
-        "living, eps inside": {"options": LIVING | {"eps_inside_sqrt": True}},
+        **{
+            f"frozen, {what}": (OF_ALL | COMPRESSING | TWO_STAGES)[what]
+            for what in ("W = 1", "bf16", "ternary", "eps inside", "blocks of 128", "buckets")
+        },
+        **{
+            name: OF_ADAM[name]
+            for name in ("living", "living, W = 1", "living, bf16", "living, ternary", "living, eps inside")
+        },
     }.items()
 }
 OF_LAMB: dict[str, dict[str, Any]] = {
