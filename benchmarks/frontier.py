@@ -1,7 +1,7 @@
 """Quality over the bytes of a whole run: ours and what others compress with, each at its own rate, on the lab's tasks.
 
-``python -m benchmarks.frontier`` makes the runs that are missing, which can be stopped and goes on, and writes the
-tables of ``docs/frontier.md`` and its picture; ``--report`` makes none. Rates are searched for, and points made, with 4
+``python -m benchmarks.frontier`` makes the runs that are missing, which can be stopped and goes on, and writes
+``docs/tables/frontier.md`` and a picture; ``--report`` makes none. Rates are searched for, and points made, with 4
 workers and three seeds; those on a front, ours or the others', with 16 workers and five seeds as well.
 """
 
@@ -23,10 +23,10 @@ from benchmarks.lab.rivals import RIVALS
 from benchmarks.lab.run import Key
 
 from . import lab_page
-from .pages import DOCS, write_tables
+from .pages import DOCS, TABLES, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "frontier"
-PAGE = DOCS / "frontier.md"
+PAGE, PICTURE = TABLES / "frontier.md", DOCS / "frontier.png"
 TASKS = ("mlp", "resnet", "causal", "lstm", "recsys", "vae")
 """One of each kind, of those that tell seeds apart: images, convolutions, attention, recurrence, late rows, a VAE."""
 BUDGETS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
@@ -276,9 +276,9 @@ def main() -> int:
     arguments = parser.parse_args()
     records = Records(RESULTS / "runs.jsonl", lab_page.RESULTS / "runs.jsonl")
     failed = 0 if arguments.report else fill(records)
-    write_tables(PAGE, f"\n{tables(records)}\n", "FRONTIER")
-    draw(records, PAGE.with_suffix(".png"))
-    print(f"wrote {PAGE}")
+    write_tables(PAGE, tables(records))
+    draw(records, PICTURE)
+    print(f"wrote {PAGE} and {PICTURE}")
     return 1 if failed else 0
 
 

@@ -1,7 +1,6 @@
-"""The lab's tables for ``docs/choose.md`` and ``docs/numerics.md``, from the recorded runs.
+"""The lab's tables for ``docs/choose.md`` and ``docs/tables/``, from the recorded runs.
 
-``python -m benchmarks.lab_page`` writes them into both, ``table.md`` and ``worse.png`` beside the runs, and
-``docs/toys.png``.
+``python -m benchmarks.lab_page`` writes them, ``table.md`` and ``worse.png`` beside the runs, and ``docs/toys.png``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from benchmarks.lab.records import Records
 from benchmarks.lab.report import View, markdown, rates, rows, views
 from benchmarks.lab.tasks import TASKS
 
-from .pages import DOCS, write_tables
+from .pages import DOCS, TABLES, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "lab"
 FROZEN = "adam-frozen"
@@ -49,7 +48,7 @@ def page_tables(records: Records) -> str:
     votes = rows(records, View(), ["adamw", *VOTES])
     parts.append(f"{View().title.capitalize()}, where ranks vote on signs:\n\n{markdown(votes)}")
     parts.append(f"Tuned learning rates:\n\n{markdown(rates(records, (*HEADLINE, *VOTES)))}")
-    return "\n" + "\n".join(parts) + "\n"
+    return "\n".join(parts)
 
 
 def ablations(records: Records) -> str:
@@ -59,7 +58,7 @@ def ablations(records: Records) -> str:
     others = [name for name in CONTENDERS if name in recorded - shown]
     view = View(parents=True)
     parts = map(list, zip(*rows(records, view, others), strict=True))
-    return f"\n{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}\n"
+    return f"{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}"
 
 
 def main() -> None:
@@ -69,9 +68,9 @@ def main() -> None:
     plot(records, RESULTS / "worse.png", parents=True)
     plot_toys(DOCS / "toys.png")
     write_tables(DOCS / "choose.md", headline_table(records), "LAB")
-    write_tables(DOCS / "numerics.md", page_tables(records), "LAB")
-    write_tables(DOCS / "numerics.md", ablations(records), "ABLATIONS")
-    print("wrote the tables of docs/choose.md and docs/numerics.md")
+    write_tables(TABLES / "lab.md", page_tables(records))
+    write_tables(TABLES / "ablations.md", ablations(records))
+    print("wrote the tables of docs/choose.md, docs/tables/lab.md and docs/tables/ablations.md")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Marsit's tables and figures on our tasks, from recorded runs and measured times, for ``docs/marsit.md``.
+"""Marsit's tables and figures on our tasks, from recorded runs and measured times, for ``docs/tables/marsit.md``.
 
 ``python -m benchmarks.marsit`` prints and draws what ``benchmarks/results/marsit`` has: ``runs.jsonl``, made by the lab
 of commit 5b66f63, whose networks were larger and whose metric the accuracy; ``signs.json`` and ``times.json``.
@@ -20,11 +20,10 @@ from matplotlib.axes import Axes
 from fusedonebit.apps.pictures import PARTS, lighter, method_colour, plt, save
 
 from . import network, round_signs
-from .pages import DOCS, write_tables
+from .pages import DOCS, TABLES, write_tables
 
 RESULTS = Path(__file__).with_name("results") / "marsit"
-PAGE = DOCS / "marsit.md"
-PICTURE = PAGE.with_suffix(".png")
+PAGE, PICTURE = TABLES / "marsit.md", DOCS / "marsit.png"
 MEGABITS, HOSTS = 100.0, 4
 SHADES = ("#222222", "#8a8a8a", "#c4c4c4")
 """Of tasks: colours are for methods."""
@@ -179,6 +178,11 @@ def table_signs(signs: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def tables(runs: Sequence[Record], signs: Mapping[str, Mapping[str, float]], times: Sequence[Record]) -> str:
+    """Return all of them."""
+    return "\n".join([table_1(runs), table_2(runs), table_signs(signs), table_3(runs, times), table_5(times)])
+
+
 def measure() -> None:
     """Makes ``signs.json`` and ``times.json`` anew."""
     (RESULTS / "signs.json").write_text(json.dumps(round_signs.measure(), indent=1) + "\n")
@@ -272,15 +276,11 @@ def main() -> None:
     if parser.parse_args().measure:
         measure()
     runs, signs, times = records(), *(json.loads((RESULTS / f"{name}.json").read_text()) for name in ("signs", "times"))
-    text = (
-        "\n"
-        + "\n".join([table_1(runs), table_2(runs), table_signs(signs), table_3(runs, times), table_5(times)])
-        + "\n"
-    )
+    text = tables(runs, signs, times)
     print(text)
     write_tables(PAGE, text)
     draw(runs, signs, times, PICTURE)
-    print(f"wrote the tables of docs/{PAGE.name}, and docs/{PICTURE.name}")
+    print(f"wrote docs/tables/{PAGE.name} and docs/{PICTURE.name}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.page``: docs/benchmarks.md's tables and the pictures, from what was recorded last.
+"""``python -m benchmarks.page``: docs/tables/cpu.md and pictures, from what was recorded last.
 
 Nothing is measured here: ``make bench OUT=benchmarks/results/cpu`` records.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from . import bytes_plot, step_time
-from .pages import DOCS, write_tables
+from .pages import DOCS, TABLES, write_tables
 from .registry import Record
 
 RESULTS = Path(__file__).with_name("results") / "cpu"
-PAGE = DOCS / "benchmarks.md"
+PAGE = TABLES / "cpu.md"
 PICTURES = {
-    "step-time": (step_time.draw, PAGE.with_name("step-time.png")),
-    "bytes-moved": (bytes_plot.draw, PAGE.with_name("bytes.png")),
+    "step-time": (step_time.draw, DOCS / "step-time.png"),
+    "bytes-moved": (bytes_plot.draw, DOCS / "bytes.png"),
 }
 """Of each case that has one: how it is drawn, and where it lies."""
 SHOWN = {

@@ -1,4 +1,4 @@
-"""The planner against published times: ``python -m benchmarks.planner`` writes its tables and picture.
+"""The planner against published times: ``python -m benchmarks.planner`` writes docs/tables/planner.md and a picture.
 
 Nothing is measured here: what was measured is in ``planner_readings``.
 """
@@ -21,7 +21,7 @@ from fusedonebit.apps.plan.plan_plot import draw
 from fusedonebit.apps.plan.report import Plan
 from fusedonebit.apps.plan.units import duration
 
-from .pages import DOCS, PERFORMANCE, write_tables
+from .pages import DOCS, TABLES, write_tables
 from .planner_fit import (
     CLUSTERS,
     SPLITS,
@@ -45,7 +45,7 @@ from .planner_readings import (
     V100_64,
 )
 
-PICTURE = DOCS / "planner.png"
+PAGE, PICTURE = TABLES / "planner.md", DOCS / "planner.png"
 COLOURS = {"Ethernet": "#d1495b", "InfiniBand": "#2e6f95"}
 
 
@@ -148,6 +148,11 @@ def others_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def tables() -> str:
+    """Return all of them."""
+    return "\n".join([summary_table(), errors_table(), constants_table(), others_table()])
+
+
 def draw_page(path: Path) -> None:
     """Left: table 2 and what fits say that did not see it. Right: a plan for its Ethernet cluster."""
     figure, axes = plt.subplots(1, 2, figsize=(14.5, 5.6), layout="constrained", width_ratios=(1, 1.35))
@@ -196,11 +201,10 @@ def _draw_errors(axis: Axes) -> None:
 
 
 def main() -> None:
-    text = "\n" + "\n".join([summary_table(), errors_table(), constants_table(), others_table()]) + "\n"
-    print(text)
-    write_tables(PERFORMANCE, text, "PLANNER")
+    print(tables())
+    write_tables(PAGE, tables())
     draw_page(PICTURE)
-    print(f"wrote the tables of docs/{PERFORMANCE.name}, and docs/{PICTURE.name}")
+    print(f"wrote docs/tables/{PAGE.name} and docs/{PICTURE.name}")
 
 
 if __name__ == "__main__":

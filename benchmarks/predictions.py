@@ -1,6 +1,6 @@
 """What every kernel and whole steps take on five GPUs, from counts and the chips' public figures alone.
 
-``python -m benchmarks.predictions`` prints the tables, ``--update`` writes them into ``docs/performance.md``, and
+``python -m benchmarks.predictions`` prints the tables, ``--update`` writes ``docs/tables/predictions.md`` and
 ``results/predictions.json``. Instructions are as they were counted before; ``--count`` counts them anew, for which it
 compiles every kernel for each NVIDIA chip. No GPU is needed. What an H100 has measured stands beside the predictions.
 """
@@ -20,7 +20,7 @@ from .chips import ATTAINABLE, CHIPS, LAUNCH, Chip, Variant, chain_of
 from .gpu.steps import MODELS, PEERS, Peer
 from .kernels import FULL, KERNELS, audited
 from .optimizers import numel_of
-from .pages import PERFORMANCE, write_tables
+from .pages import write_tables
 
 RECORD = Path(__file__).parent / "results" / "predictions.json"
 MEASURED = Path(__file__).parent / "results" / "h100" / "speed.json"
@@ -193,7 +193,7 @@ def counted_in(record: Mapping[str, Any]) -> dict[str, dict[str, Variant]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """See the module's docstring."""
-    from .predictions_page import NAME, tables
+    from .predictions_page import PAGE, tables
 
     parser = argparse.ArgumentParser(description="Predict every kernel and whole steps on five GPUs.")
     parser.add_argument("--update", action="store_true", help="write the record and the page")
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = tables(record, json.loads(MEASURED.read_text()))
     if given.update:
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        write_tables(PERFORMANCE, text, NAME)
+        write_tables(PAGE, text)
     print(text)
 
 

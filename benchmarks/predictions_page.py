@@ -11,9 +11,10 @@ from .chips import CHIPS, H100
 from .gpu.steps import MODELS, PEERS
 from .kernels import KERNELS
 from .optimizers import numel_of
+from .pages import TABLES
 from .predictions import SIZES
 
-NAME = "PREDICTED"
+PAGE = TABLES / "predictions.md"
 GOAL = 0.1
 """Median deviation of what is measured."""
 Rows = list[dict[str, Any]]

@@ -3,7 +3,7 @@
 What fits is run: the layout and its tables up to 10^10 parameters, and one rank's whole step, with nobody at
 the other end (``loopback``), for up to 16,384 ranks. The rest follows from formulas that the tests hold against
 what was run (``scale_model``), with the audit's bytes and the planner's network. Writes
-``results/scale/scale.json``, the tables of ``docs/performance.md``, and ``docs/scale.png``.
+``results/scale/scale.json``, ``docs/tables/scale.md``, and ``docs/scale.png``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 
 from . import scale_model as model
 from .loopback import Loopback
-from .pages import DOCS, PERFORMANCE, write_tables
+from .pages import DOCS, TABLES, write_tables
 
 PARAMETERS = tuple(10**n for n in range(6, 12))
 RANKS = (2, 8, 64, 256, 1024, 4096, 16384)
@@ -33,6 +33,7 @@ NETWORK = Network(between=50e9, inside=450e9, gpus_per_node=8)
 GPU_MEMORY = 141e9
 OPTIMIZERS = {"adam": OneBitAdam, "lamb": OneBitLamb}
 RESULTS = Path(__file__).parent / "results" / "scale" / "scale.json"
+PAGE = TABLES / "scale.md"
 
 
 def layout_of(sizes: tuple[int, ...], ranks: int) -> FlatLayout:
@@ -256,7 +257,7 @@ def main() -> None:
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     print(_predicted_table(found["predicted"]))
-    write_tables(PERFORMANCE, f"\n{tables(found)}\n\n", "SCALE")
+    write_tables(PAGE, tables(found))
     from .scale_plot import plot  # matplotlib only where a picture is drawn
 
     plot(found, DOCS / "scale.png")

@@ -2,8 +2,8 @@
 
 No GPU is needed. The launch keys of whole steps are recorded once, all are compiled for sm_90 with each Triton, and of
 each kernel one or two for the other targets. The oldest Triton lies in ``build/``, where pip puts it the first time.
-With ``--update`` the record is ``benchmarks/results/tritons.json``, and docs/performance.md has it as a table. Exits
-with 1 where any does not compile, or has a race between warps.
+With ``--update`` the record is ``benchmarks/results/tritons.json``, and docs/tables/tritons.md has it as a table.
+Exits with 1 where any does not compile, or has a race between warps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import triton
 
-from .pages import PERFORMANCE, write_tables
+from .pages import TABLES, write_tables
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 RESULTS = Path(__file__).with_name("results")
 RECORD = RESULTS / "tritons.json"
 EVERY, OTHERS = "sm_90", ("sm_75", "sm_80", "sm_100", "gfx942")
-NAME = "TRITONS"
+PAGE = TABLES / "tritons.md"
 
 
 def claimed(constraints: str, package: str = "triton") -> str:
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tritons", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--keys", type=Path, default=BUILD / "launch_keys.json", help="where to record launch keys")
     parser.add_argument("--again", action="store_true", help="compile keys that are recorded there already")
-    parser.add_argument("--update", action="store_true", help="write the record, and the table in docs/performance.md")
+    parser.add_argument("--update", action="store_true", help="write the record and docs/tables/tritons.md")
     given = parser.parse_args(arguments)
     path = given.keys.resolve()
     if not (given.again and path.is_file()):
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.update:
         record = {"python": platform.python_version(), "torch": torch.__version__.partition("+")[0], "rows": rows}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        write_tables(PERFORMANCE, table(record), NAME)
+        write_tables(PAGE, table(record))
     for row in rows:
         print("{compiled} of {keys} keys compiled for {target} with {triton}, {seconds} s".format(**row))
     whole = ", ".join("{compiled} of {keys} with {triton}".format(**row) for row in rows if row["target"] == EVERY)

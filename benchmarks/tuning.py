@@ -1,7 +1,7 @@
 """Block sizes and warps of the kernels: what the compiler makes of each, or what a GPU measures.
 
 ``python -m benchmarks.tuning`` compiles every variant ahead of time for sm_90 and prints registers, shared memory,
-instructions, and which of three limits a Hopper GPU would meet first. No GPU is needed, and none is timed.
+instructions, and which of four limits a Hopper GPU would meet first. No GPU is needed, and none is timed.
 ``python -m benchmarks.tuning --device cuda`` measures the same variants by turns with a device copy of as many
 bytes and writes ``results/tuning/<device>.json``; ``--device cpu`` is a dry run of that code.
 """
@@ -25,9 +25,10 @@ from triton.backends.compiler import GPUTarget
 from . import audit, sass, tuning_kernels
 from .audit_cases import BLOCK, CASES, Case
 from .chips import H100, H200, Variant
-from .pages import PERFORMANCE, write_tables
+from .pages import TABLES, write_tables
 
 RESULTS = Path(__file__).parent / "results" / "tuning"
+PAGE = TABLES / "tuning.md"
 BLOCKS = (512, 1024, 2048, 4096)
 WARPS = (1, 2, 4, 8)
 KERNELS = (
@@ -206,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(table(variants), walk_table(tried), sep="\n\n")
         if tuple(given.kernels) == KERNELS:
             shown = [v for v in variants if v.block == BLOCK]
-            write_tables(PERFORMANCE, f"\n{table(shown)}\n\n{walk_table(tried)}\n\n", "TUNING")
+            write_tables(PAGE, f"{table(shown)}\n\n{walk_table(tried)}")
         report: dict[str, Any] = {"triton": audit.triton.__version__, "variants": [asdict(v) for v in variants]}
         report["walks"] = tried
         name = "sm_90"

@@ -2,7 +2,8 @@
 
 On a git host the pages link to each other, to the README and to files anywhere in the repository. Here
 
-- the README is the first page, each of ``docs/*.md`` is a topic, and ``PATH`` is the way through them;
+- the README is the first page, each of ``docs/*.md`` is a topic, each of ``docs/tables/*.md`` a page of tables, and
+  ``PATH`` is the way through them;
 - a file outside of ``docs/`` to which a page links (an example, a record) gets a page of its own, a picture is copied,
   and so is a file that a page includes;
 - links follow: one that leads nowhere ends the build, one to a heading that is not there is Sphinx's warning.
@@ -16,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
+FOLDERS = {DOCS: "topics", DOCS / "tables": "tables"}
+"""Where on the site a page of a folder lies."""
 
 ALWAYS = (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").rglob("*.py")))
 """Get a page also where nobody links to them."""
@@ -42,6 +45,7 @@ PATH = {
         "api/triton_kernels",
         "api/plan",
         "api/baselines",
+        "tables",
     ),
     "Contribute": ("files/CONTRIBUTING", "files/CHANGELOG"),
 }
@@ -56,6 +60,17 @@ Whole programs of less than 60 lines, each of which a test runs.
 
 files/examples/*
 files/examples/ecosystem/*
+```
+"""
+
+TABLES = """# Tables
+
+What was measured, counted or predicted; the pages before say what follows from it.
+
+```{toctree}
+:glob:
+
+tables/*
 ```
 """
 
@@ -82,11 +97,12 @@ class Stage:
     def fill(self) -> None:
         """Writes everything, and removes what earlier builds wrote and this one did not."""
         self._page("index", README, README.read_text() + contents())
-        for page in sorted(DOCS.glob("*.md")):
+        for page in sorted((*DOCS.glob("*.md"), *DOCS.glob("tables/*.md"))):
             self._target(page)
         for file in ALWAYS:
             self._target(file)
         self._write(Path("examples.md"), EXAMPLES)
+        self._write(Path("tables.md"), TABLES)
         for page in sorted((DOCS / "api").glob("*.rst")):
             self._write(Path("api", page.name), page.read_text())
         for old in self.folder.rglob("*"):
@@ -128,8 +144,8 @@ class Stage:
         if file.suffix == ".png":
             self._write(Path("files", inside), file.read_bytes())
             return f"files/{inside}"
-        is_topic = file.parent == DOCS and file.suffix == ".md"
-        name = f"topics/{file.stem}" if is_topic else f"files/{inside.with_suffix('')}"
+        folder = FOLDERS.get(file.parent) if file.suffix == ".md" else None
+        name = f"{folder}/{file.stem}" if folder else f"files/{inside.with_suffix('')}"
         if self.folder / f"{name}.md" not in self.written:
             self.written.add(self.folder / f"{name}.md")  # pages link to each other
             text = file.read_text()

@@ -1,4 +1,4 @@
-"""The code in README.md, CONTRIBUTING.md and docs/*.md runs, and the programs called there understand the commands.
+"""The code in README.md, CONTRIBUTING.md and docs/ runs, and the programs called there understand the commands.
 
     ```python      is run: all of a page are one program, in order, under torchrun where they make a process group
     ```py          an excerpt: its lines are those of files that tests run, which a marker names
@@ -44,7 +44,8 @@ from fusedonebit.deepspeed.migrate.deepspeed_config import Config, Fate
 from fusedonebit.deepspeed.migrate.translate import translate
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+TABLES = sorted((ROOT / "docs/tables").glob("*.md"))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *TABLES)
 PIECE = re.compile(
     r"^<!-- test: run\n(?P<hidden>.*?)-->"
     r"|^<!-- test: (?P<marker>[^\n]*?) -->\n*(?=`{3})"
@@ -166,7 +167,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_link_leads_somewhere(page: Path):
     text = re.sub(r"^```.*?^```$|`[^`\n]+`|<!--.*?-->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -188,7 +189,7 @@ def test_the_site_leads_through_every_page():
     named = [name for names in staging.PATH.values() for name in names]
     assert len(named) == len(set(named))
     pages = {f"topics/{page.stem}" for page in (ROOT / "docs").glob("*.md")}
-    pages |= {f"api/{page.stem}" for page in (ROOT / "docs/api").glob("*.rst")}
+    pages |= {f"api/{page.stem}" for page in (ROOT / "docs/api").glob("*.rst")} | {"tables"}
     assert pages - set(named) == set(), "give them a place in staging.PATH"
     assert staging.PATH["Understand"][0] == "topics/reference"
 
@@ -382,6 +383,13 @@ def test_a_command_is_understood_by_what_it_calls(
     else:  # how to get what these pages are about
         known = ("git clone <this repository>", f"git clone <this repository> {CLONE}", f"cd {CLONE}")
         assert command in known, f"{place}: nothing checks {command!r}"
+
+
+@pytest.mark.parametrize("page", TABLES, ids=lambda path: path.stem)
+def test_a_page_of_tables_says_which_command_writes_it(page: Path, monkeypatch: pytest.MonkeyPatch):
+    told = re.match(r"# .+\n\n`python -m ([\w.]+)((?: --\w+)?)` writes these tables: ", page.read_text())
+    assert told, page.name
+    check_module(told[1], told[2].split(), monkeypatch)
 
 
 TRAININGS = [line for _, line in COMMANDS if re.match(r"fusedonebit (train|lab)|torchrun .*-m fusedonebit", line)]

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from benchmarks.netlab import equal, goals, model, tables, whole
-from benchmarks.netlab.__main__ import recorded
-from benchmarks.pages import PERFORMANCE
+from benchmarks.netlab.__main__ import PAGE, recorded
+from benchmarks.pages import PERFORMANCE, tables_in
 
 AGAINST_FP32 = 8.0
 MISSED: dict[str, float] = {"overlap": 0.88}
@@ -74,7 +74,7 @@ def test_the_rate_up_to_which_it_pays_is_found_or_beyond_all(record):
 
 
 def test_every_method_was_tuned_on_one_grid_and_all_losses_shown(record):
-    page = PERFORMANCE.read_text()
+    page = PAGE.read_text()
     for name, told in record["runs"]["methods"].items():
         assert [lr for lr, _ in told["tuning"]] == record["runs"]["grid"]
         finite = {lr: loss for lr, loss in told["tuning"] if loss is not None}
@@ -118,5 +118,6 @@ def test_mpi_was_compared_with_gloo_where_there_was_one(record):
     assert [row["megabits"] is None for row in record["mpi"]] in ([], [False, False, False, True])
 
 
-def test_the_page_says_what_was_measured(record):
-    assert tables.all_of(record) in PERFORMANCE.read_text()
+def test_the_pages_say_what_was_measured(record):
+    assert tables_in(PAGE) == tables.all_of(record).strip()
+    assert tables_in(PERFORMANCE, "NETWORK LAB") == tables.headline(record).strip()

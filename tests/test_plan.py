@@ -14,7 +14,7 @@ from optimizers import objects
 from torch.nn import Parameter
 
 from benchmarks import planner
-from benchmarks.pages import PERFORMANCE
+from benchmarks.pages import tables_in
 from benchmarks.planner_fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted
 from benchmarks.planner_readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
 from fusedonebit import MarsitAdam, MarsitSGD
@@ -214,9 +214,7 @@ def test_shuffled_times_miss_that_limit():
 
 
 def test_the_page_shows_what_the_models_say():
-    page = PERFORMANCE.read_text()
-    for table in (planner.summary_table, planner.errors_table, planner.constants_table, planner.others_table):
-        assert table() in page, "python -m benchmarks.planner writes it anew"
+    assert tables_in(planner.PAGE) == planner.tables().strip(), "python -m benchmarks.planner writes it anew"
 
 
 def test_a_fit_finds_the_constants_that_made_its_times():

@@ -14,7 +14,7 @@ from benchmarks.gpu import report
 from benchmarks.gpu.runner import Job, Stage
 from benchmarks.gpu.steps import PEERS
 from benchmarks.kernels import FULL, KERNELS
-from benchmarks.pages import PERFORMANCE
+from benchmarks.pages import tables_in
 from benchmarks.scale_model import LAUNCHES
 
 RECORD = json.loads(model.RECORD.read_text())
@@ -48,8 +48,7 @@ def test_the_record_is_what_the_model_makes_of_its_counts():
 
 
 def test_the_page_says_what_the_records_say():
-    text = page.tables(RECORD, MEASURED)
-    assert f"<!-- {page.NAME} -->\n{text}<!-- end of {page.NAME} -->" in PERFORMANCE.read_text()
+    assert tables_in(page.PAGE) == page.tables(RECORD, MEASURED).strip()
 
 
 # ---------------------------------------------------------------- the model

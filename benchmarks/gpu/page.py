@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.page``: docs/performance.md's tables of what an H100 has measured before."""
+"""``python -m benchmarks.gpu.page``: docs/tables/h100.md, what an H100 has measured before."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..pages import PERFORMANCE, write_tables
+from ..pages import TABLES, write_tables
 
 RECORD = Path(__file__).parents[1] / "results" / "h100" / "speed.json"
-NAME = "H100"
+PAGE = TABLES / "h100.md"
 KERNELS_OF = ("OneBitAdam, W=8, bf16 variance", "OneBitLamb, W=8")
 LEAST = 10.0
 """Microseconds: kernels that take less are left out."""
@@ -73,5 +73,5 @@ def tables() -> str:
 
 
 if __name__ == "__main__":
-    write_tables(PERFORMANCE, tables(), NAME)
-    print(PERFORMANCE)
+    write_tables(PAGE, tables())
+    print(PAGE)

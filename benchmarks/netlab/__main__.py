@@ -1,4 +1,4 @@
-"""``make netlab``: measures, records, and writes docs/performance.md's tables and picture (root, Linux)."""
+"""``make netlab``: measures, records, and writes docs/tables/network-lab.md and its picture (root, Linux)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import network
-from ..pages import DOCS, PERFORMANCE, write_tables
+from ..pages import DOCS, PERFORMANCE, TABLES, write_tables
 from . import goals, labels, plots, tables
 from .parts import Parts
 from .sweep import QUICKLY, Hosts, Plan, measure
 
 RESULTS = Path(__file__).parent.parent / "results" / "netlab" / "netlab.json"
-PICTURE = DOCS / "network-lab.png"
+PAGE, PICTURE = TABLES / "network-lab.md", DOCS / "network-lab.png"
 OVERLAP_AT = (5780.0, 560.0, 114.0, 53.3)  # Mbit/s
 OVERLAP_ROUNDS = 25
 
@@ -28,8 +28,9 @@ def recorded() -> dict[str, Any]:
 
 
 def write_page(record: dict[str, Any]) -> None:
-    """The tables between the page's marks, and the picture beside it."""
-    write_tables(PERFORMANCE, tables.all_of(record), "NETWORK LAB")
+    """Write the tables, the headline of docs/performance.md, and the picture."""
+    write_tables(PAGE, tables.all_of(record))
+    write_tables(PERFORMANCE, tables.headline(record), "NETWORK LAB")
     plots.draw(record, PICTURE)
 
 
@@ -68,7 +69,7 @@ def main() -> None:
     write_page(record)
     if not given.recorded:
         parts.forget()
-    print(f"wrote docs/{PERFORMANCE.name}, docs/{PICTURE.name} and {RESULTS.name}")
+    print(f"wrote docs/tables/{PAGE.name}, docs/{PICTURE.name} and {RESULTS.name}")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def headline(record: Record) -> str:
         f"At {rate(row['megabits'])}, where messages take {model.fp32_share(row):.0%} of AdamW's step, 1-bit Adam's "
         f"compression stage is **{model.speedup(row, 'onebit-adam'):.1f} times as fast as AdamW with an fp32 "
         f"all-reduce**. Whole runs of the best of ours, warm-up included, at equal held-out loss: **{told}** (at "
-        f"PowerSGD's own loss). The largest error of the predictions below is {max(map(abs, errors)):.0%}.\n"
+        f"PowerSGD's own loss). The planner's largest error of a step is {max(map(abs, errors)):.0%}.\n"
     )
 
 
@@ -133,10 +133,10 @@ def conditions(record: Record) -> str:
 
 
 def all_of(record: Record) -> str:
-    """What stands between the page's marks."""
-    parts = [headline, wholes.met, conditions, wholes.gains, wholes.crossings, wholes.losses, wholes.timed]
+    """Return all tables."""
+    parts = [wholes.met, conditions, wholes.gains, wholes.crossings, wholes.losses, wholes.timed]
     parts += [throughput, losing, steps, predictions, overlaps]
     made = [part(record) for part in parts]
     if record["mpi"]:
         made.append(libraries(record))
-    return "\n" + "\n".join(made) + "\n"
+    return "\n".join(made)
