@@ -1,7 +1,7 @@
 """Shares squares of gradients between workers: what each tells of its own, and a server's mean of what all have told.
 
 Of the mean gradient nobody but an average of floats knows the squares. What workers tell each other instead
-(docs/numerics.md, "A variance that lives"):
+(docs/numerics.md, "A shared variance"):
 
     logarithms      of each worker's own squares, 8 bits an element; their mean has the variance's shape
     projections     of its gradient on random signs, alike on all workers, a float for ``SHARE`` elements; the square

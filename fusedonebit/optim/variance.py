@@ -2,7 +2,7 @@
 
 1-bit Adam freezes v because no rank knows the mean gradient any more, whose squares v averages. But each of the W
 workers knows its own gradient g_w, and two numbers made of it are enough to renew v while momentum travels as bits
-(docs/numerics.md, "A variance that lives"):
+(docs/numerics.md, "A shared variance"):
 
     shape    s_w, the moving average of g_w^2, sent as logarithms of 8 bits. The workers' mean of s_w has the shape of
              v, but is up to W times as large, as it includes noise that averaging gradients removes.
