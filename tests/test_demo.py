@@ -1,4 +1,4 @@
-"""What docs/start.md promises of `make demo`, and docs/choose.md of large batches."""
+"""What docs/start.md promises of `make demo`, and docs/numerics.md of 1-bit LAMB with large batches."""
 
 from __future__ import annotations
 
