@@ -15,7 +15,7 @@ from ranks import run_ranks
 from benchmarks import deepspeed_peer, optimizers, page, registry
 from benchmarks.__main__ import RESULTS, main
 from benchmarks.kernels import KERNELS
-from benchmarks.pages import tables_in
+from benchmarks.pages import PERFORMANCE, tables_in
 from benchmarks.registry import CASES, DRY_RUN, Case, Report, Table
 from benchmarks.timing import alternate, summary
 
@@ -186,8 +186,13 @@ def test_deepspeeds_own_step_on_gloo_is_what_was_recorded_of_it():
     assert max(run_ranks(replay, 2)) <= 1e-6
 
 
-def test_the_page_says_what_was_recorded():
+def test_the_pages_say_what_was_recorded():
     assert tables_in(page.PAGE) == page.tables().strip()
+    text = PERFORMANCE.read_text()
+    found = {row["optimizer"]: row["x AdamW(fused)"] for row in page.records()["ranks"]["tables"][0]["rows"]}
+    assert f"takes {found['OneBitAdam, native']:.2f} times fused AdamW's" in text
+    assert f"(`OneBitLamb` {found['OneBitLamb, native']:.2f})" in text
+    assert f"{found['OneBitAdam, plain']:.0f} and {found['OneBitLamb, plain']:.0f} times" in text
 
 
 def test_recorded_results_are_of_cpu_cases_and_no_dry_runs():

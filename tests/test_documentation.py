@@ -385,6 +385,14 @@ def test_a_command_is_understood_by_what_it_calls(
         assert command in known, f"{place}: nothing checks {command!r}"
 
 
+@pytest.mark.parametrize("name", ["performance", "numerics", "frontier"])
+def test_a_page_of_conclusions_is_for_one_and_read_in_minutes(name: str):
+    text = (ROOT / f"docs/{name}.md").read_text()
+    print(f"{name}: {len(text.split())} words (at most 1,500)")
+    assert text.split("\n\n")[1].startswith("For whoever ")
+    assert len(text.split()) <= 1500
+
+
 @pytest.mark.parametrize("page", TABLES, ids=lambda path: path.stem)
 def test_a_page_of_tables_says_which_command_writes_it(page: Path, monkeypatch: pytest.MonkeyPatch):
     told = re.match(r"# .+\n\n`python -m ([\w.]+)((?: --\w+)?)` writes these tables: ", page.read_text())

@@ -27,7 +27,7 @@ from benchmarks.frontier import (
 from benchmarks.lab.contenders import CONTENDERS, UntilEvaluated
 from benchmarks.lab.records import Records
 from benchmarks.lab.tasks import TASKS as ALL_TASKS
-from benchmarks.pages import tables_in
+from benchmarks.pages import DOCS, tables_in
 from fusedonebit.optim.policies import Progress
 
 MINE, OTHER = OURS[0], "int8"
@@ -144,6 +144,8 @@ def test_ours_wins_at_four_budgets_on_as_many_tasks_as_recorded(workers):
     most = [task for task in TASKS if won[task] >= 4]
     print(f"{workers} workers: {len(most)} of {len(TASKS)} tasks (4 asked): {', '.join(most)}")
     assert len(most) >= WON[workers]
+    of_4 = f"With four workers these are {', '.join(f'`{task}`' for task in most[:-1])} and `{most[-1]}`."
+    assert {4: of_4, 16: "on all six with sixteen"}[workers] in (DOCS / "frontier.md").read_text()
 
 
 @pytest.mark.parametrize("workers", LOCO)

@@ -15,7 +15,7 @@ from benchmarks.adamw import DTYPES, ours
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import defaults, here, page, plans, smoke, steps
 from benchmarks.kernels import KERNELS
-from benchmarks.pages import tables_in
+from benchmarks.pages import PERFORMANCE, tables_in
 from benchmarks.workload import Workload
 from fusedonebit import AdamW, Wire
 
@@ -131,8 +131,18 @@ def test_a_deadline_is_twice_what_a_job_has_taken_on_an_h100():
         assert deadline >= 2 * took
 
 
-def test_the_page_has_what_an_h100_has_measured():
+def test_the_pages_have_what_an_h100_has_measured():
     assert tables_in(page.PAGE) == page.tables().strip()
+    text, cases = PERFORMANCE.read_text(), {case["case"]: case for case in json.loads(page.RECORD.read_text())}
+    rows = (cases[case]["tables"][0]["rows"] for case in ("defaults-340M", "steps-340M"))
+    default, frozen = ({r["optimizer"]: r["x AdamW"] for r in each if r.get("way") != "captured"} for each in rows)
+    for name in ("OneBitAdam", "OneBitLamb"):
+        assert f"| `{name}` | {default[name]:.2f} | {frozen[f'{name}, W=8']:.2f} |" in text
+    for name in ("OneBitLion", "MarsitAdam"):
+        assert f"| `{name}` | {default[name]:.2f} | |" in text
+    one, four = (default[f"ZeroOneAdam, rounds of {length}"] for length in (1, 4))
+    assert f"| `ZeroOneAdam`, rounds of one; of four | {one:.2f}; {four:.2f} | |" in text
+    assert f"bfloat16 parameters | {default['OneBitAdam, 8-bit state']:.2f} | |" in text
 
 
 @pytest.mark.long(full=True)

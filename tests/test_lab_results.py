@@ -12,7 +12,7 @@ from benchmarks import lab_page
 from benchmarks.lab import launch, publish, tuning
 from benchmarks.lab.contenders import CONTENDERS, HEADLINE
 from benchmarks.lab.records import TUNED_AT, Records, reported
-from benchmarks.lab.report import Difference, View, difference
+from benchmarks.lab.report import Difference, View, difference, sent
 from benchmarks.lab.run import diverged, run
 from benchmarks.lab.tasks import TASKS
 from benchmarks.netlab.whole import renewals
@@ -292,6 +292,19 @@ def test_the_pages_show_the_tables_of_the_runs():
     shown = (lab_page.RESULTS / "table.md").read_text()
     assert shown == publish.page(publish.every_table(RECORDS))
     assert "nan" not in shown.lower()
+
+
+def test_numerics_says_what_the_runs_say():
+    text, of_4 = (DOCS / "numerics.md").read_text(), View(parents=True)
+    living, frozen = "onebit-adam-living", "onebit-adam"
+    views = (living, of_4), (frozen, of_4), (living, View(16, parents=True))
+    fine = [sum(not difference(RECORDS, view, task, name).misses for task in TASKS) for name, view in views]
+    told = "{} of 14 tasks end at most 1 % (0.05 decades) worse with 4 workers ({} with a frozen variance), {} with 16."
+    assert told.format(*fine) in text
+    for task, told in (("gan", "GAN ({:+.0f} %, frozen {:+.0f} %)"), ("modadd", "({:+.1f} decades, frozen {:+.1f})")):
+        assert told.format(*(difference(RECORDS, of_4, task, name).mean for name in (living, frozen))) in text
+    assert f"{sent(RECORDS, of_4, living):.2f} bytes per parameter and step" in text
+    assert f"sends {sent(RECORDS, View(), 'zero-one-adam-own'):.2f} bytes" in text
 
 
 AGAIN = [

@@ -121,3 +121,10 @@ def test_mpi_was_compared_with_gloo_where_there_was_one(record):
 def test_the_pages_say_what_was_measured(record):
     assert tables_in(PAGE) == tables.all_of(record).strip()
     assert tables_in(PERFORMANCE, "NETWORK LAB") == tables.headline(record).strip()
+    text, last = PERFORMANCE.read_text(), record["rates"][-1]
+    slow, fast = (whole.best(record, row, "bf16")[1] for row in (goals.at(record, goals.LITERAL), last))
+    assert f"over overlapped bf16 {slow:.2f} times at 560 Mbit/s and {fast:.2f} at the fastest" in text
+    least = min(whole.best(record, row, rival)[1] for row in model.rows(record) for rival in ("int8", "powersgd"))
+    assert f"over int8 and PowerSGD at least {least:.2f} times" in text
+    gains = {row["megabits"]: 100 * (model.speedup(row, "onebit-adam") - 1) for row in record["rates"]}
+    assert f"gain {gains[2890.0]:.0f} % at 2,890 Mbit/s and {gains[last['megabits']]:.0f} % at" in text

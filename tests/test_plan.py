@@ -14,7 +14,7 @@ from optimizers import objects
 from torch.nn import Parameter
 
 from benchmarks import planner
-from benchmarks.pages import tables_in
+from benchmarks.pages import PERFORMANCE, tables_in
 from benchmarks.planner_fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted
 from benchmarks.planner_readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
 from fusedonebit import MarsitAdam, MarsitSGD
@@ -213,8 +213,13 @@ def test_shuffled_times_miss_that_limit():
     assert min(medians) > LIMIT
 
 
-def test_the_page_shows_what_the_models_say():
+def test_the_pages_show_what_the_models_say():
     assert tables_in(planner.PAGE) == planner.tables().strip(), "python -m benchmarks.planner writes it anew"
+    text, found = PERFORMANCE.read_text(), [summarise(held_out(split)) for split in SPLITS.values()]
+    one, other = ((100 * each.by_node_count, 100 * each.largest) for each in found)
+    assert "a median error of {:.1f} % (at most {:.1f} %)".format(*one) in text
+    assert "{:.1f} % ({:.1f} %)".format(*other) in text
+    assert f"are {100 * summarise(unfitted()).by_node_count:.1f} % off" in text
 
 
 def test_a_fit_finds_the_constants_that_made_its_times():
