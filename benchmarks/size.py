@@ -21,6 +21,7 @@ RECORD = Path(__file__).with_name("results") / "size.json"
 CODE = (".py", ".c", ".h")
 PAGES = (".js", ".css", ".html")
 PACKAGE, APPLICATIONS = ("fusedonebit", "comm", "triton_kernels"), "fusedonebit/apps"
+GENERATED = ("docs/tables", "benchmarks/results")
 UNITS = dict.fromkeys(("wheel_lines", "application_lines", "test_lines", "benchmark_lines", "words"), 100)
 UNITS |= {"sdist_kb": 20, "wheel_kb": 20}
 COUNTED = {
@@ -50,13 +51,13 @@ def lines(*folders: str, suffixes: tuple[str, ...] = CODE) -> int:
 
 
 def words(*names: str) -> int:
-    """Return the words of pages, but for those that programs write: ``docs/tables`` and what stands between markers."""
+    """Return the words of pages, but for those that programs write: whole folders, and between markers."""
     return sum(len(" ".join(written(path)).split()) for path in tracked(*names) if path.suffix in (".md", ".rst"))
 
 
 def written(path: Path) -> Iterator[str]:
     """Yield a page's lines that people have written."""
-    generated = path.is_relative_to(ROOT / "docs" / "tables")
+    generated = any(path.is_relative_to(ROOT / folder) for folder in GENERATED)
     for line in path.read_text().splitlines():
         if line.startswith("<!-- end of "):
             generated = False
