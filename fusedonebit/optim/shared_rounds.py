@@ -17,7 +17,10 @@ from .local_steps import leaving_out
 
 
 class SharedRounds(BitRounds):
-    """Rounds after which all workers have the same momentum, which is rebuilt from the average of their updates."""
+    """Rounds after which all workers have the same momentum, which is rebuilt from the average of their updates.
+
+    Lines are the paper's. Its buffer u is ``compensated`` here, and has the updates without their learning rate.
+    """
 
     @property
     def renews(self) -> bool:  # type: ignore[override]
@@ -39,7 +42,7 @@ class SharedRounds(BitRounds):
         frame = self.frame
         scaled, last = agreed.coef, self.ends_next
         if not frame.missing:
-            self.add(grads, scaled, agreed.hold, moves=True, last=last)
+            self.add(grads, scaled, agreed.hold, moves=True, last=last)  # lines 4 to 6: m, x and u
         else:
             # Their coefficients leave parameters and moments; what has been added up is put back.
             worker = self.reducer.worker
@@ -60,13 +63,15 @@ class SharedRounds(BitRounds):
         context = context._replace(pending=self.pending)
         if steps > 1:
             self.sum_up(coef)
+        # Lines 4, 6 and 8: the last gradient enters u, which all average. Of u stays what that has left out (line 11):
+        # it is formed when the next step reads u.
         self.exchange.synchronise(lambda part: part.compress(grads, agreed.coef, v), context, coef)
         self.apply(coef, agreed.hold)
 
     def apply(self, coef: Tensor, hold: Tensor | None) -> None:
         """Move to x0 - mean step size * sum of the updates, from the x0 that all had (line 10), and end the round.
 
-        ``coef`` has the mean step size and the product of the decays.
+        The bits of that sum are m from now on (line 9). ``coef`` has the mean step size and the product of the decays.
         """
         frame, steps = self.frame, self.plan.round.steps
         if steps > 1:
