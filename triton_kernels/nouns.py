@@ -340,8 +340,7 @@ class Ratios(NamedTuple):
     largest: PerBlock
     """The largest ratio of the frozen variance to the fresh one; 0 in blocks where nothing counts."""
     norms: Annotated[Doubles, "2 B"] | None
-    """Sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2: with them r is blended with weight decay's share. None:
-    it is not."""
+    """Sums of (m_t/denom)^2 and of u^2 = (m_t/denom + wd*x)^2, to blend r with weight decay's share; or None."""
 
     @staticmethod
     def derived() -> Derived:

@@ -60,6 +60,7 @@ class DeepSpeedBitRounds(SharedRounds):
     the variance is not renewed. And then weight decay is part of what workers add up, so of the rebuilt momentum.
     """
 
+    options: Any  # those of 0/1 Adam, with a DeepSpeedVariance
     decay_in_update: ClassVar = True
     renews = False
     ends_next = False  # what all have added up is compressed apart from the last step
@@ -71,9 +72,7 @@ class DeepSpeedBitRounds(SharedRounds):
 
     def is_frozen(self) -> bool:
         """Tell whether the variance is renewed no more."""
-        policy = getattr(self.options, "variance_policy", None)
-        assert isinstance(policy, DeepSpeedVariance)
-        return policy.frozen(self.plan.done)
+        return bool(self.options.variance_policy.frozen(self.plan.done))
 
     def forget_gradients(self) -> None:
         """Drop residuals where the variance was frozen just now: those of gradients are none of momenta."""

@@ -31,8 +31,6 @@ def read(path: str) -> Config:
     name = "the standard input" if path == "-" else printable(path)
     try:
         text = _text(path, name)
-    except InputError:
-        raise
     except OSError as error:
         raise InputError(f"{name} can't be read: {error.strerror or error}") from error
     except ValueError as error:  # UnicodeDecodeError; a NUL in the path
@@ -45,8 +43,6 @@ def read(path: str) -> Config:
         ) from error
     except RecursionError as error:
         raise InputError(f"{name} is not JSON that can be read: its blocks are nested too deeply") from error
-    except InputError:
-        raise
     except ValueError as error:
         raise InputError(f"{name} is not JSON that can be read: {error}") from error
     if not isinstance(values, dict):

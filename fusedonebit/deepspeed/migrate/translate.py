@@ -61,7 +61,8 @@ def translate(config: Config) -> list[str]:
     more = _transport(config) | _clipping(config)
     _batches(config)
     _precision(config)
-    given = config.given("optimizer.params", [key for key in OWN[name] if _is_spoken_of(config, PARAMS + key)])
+    spoken_of = {entry.path for entry in config.entries}
+    given = config.given("optimizer.params", [key for key in OWN[name] if PARAMS + key in spoken_of])
     optimizer = _constructed(config, name, given, more)
     written = calls.write(config, name, optimizer, given, more)
     _schedule(config, optimizer)  # which changes learning rates
@@ -145,13 +146,8 @@ def _constructed(config: Config, name: str, given: Mapping[str, Any], more: Mapp
         raise InputError(f"{config.name}: optimizer: {_first_line(error)}") from error
 
 
-def _is_spoken_of(config: Config, path: str) -> bool:
-    return any(entry.path == path for entry in config.entries)
-
-
 def _first_line(error: Exception) -> str:
-    text = str(error).splitlines()
-    return text[0] if text else type(error).__name__
+    return [*str(error).splitlines(), type(error).__name__][0]
 
 
 def _early_freeze(config: Config, name: str) -> list[str]:
