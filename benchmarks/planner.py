@@ -19,7 +19,7 @@ from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
 from fusedonebit.apps.plan.plan_plot import draw
 from fusedonebit.apps.plan.report import Plan
-from fusedonebit.apps.plan.units import duration
+from fusedonebit.apps.units import duration
 
 from .pages import DOCS, TABLES, write_tables
 from .planner_fit import (
@@ -154,11 +154,11 @@ def tables() -> str:
 
 
 def draw_page(path: Path) -> None:
-    """Left: table 2 and what fits say that did not see it. Right: a plan for its Ethernet cluster."""
-    figure, axes = plt.subplots(1, 2, figsize=(14.5, 5.6), layout="constrained", width_ratios=(1, 1.35))
+    """Above: table 2 and what fits say that did not see it. Below: a plan for its Ethernet cluster."""
+    figure, axes = plt.subplots(2, 1, figsize=(6.4, 8.6), layout="constrained")
     _draw_errors(axes[0])
     draw(axes[1], Plan(BERT_LARGE, 256, Network(ETHERNET.stated, 10e9, 4), 1e-3 * COMPUTE_256_ETHERNET))
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=140)
     plt.close(figure)
 
 

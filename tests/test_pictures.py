@@ -13,7 +13,7 @@ from benchmarks.lab.plots import COLOURS as LAB
 from benchmarks.lab.records import Records
 from benchmarks.netlab import plots as netlab
 from fusedonebit.apps.pictures import METHODS, lighter, method_colour
-from fusedonebit.apps.plan.plan_plot import STYLES
+from fusedonebit.apps.plan.plan_plot import COLOURS as PLAN
 from fusedonebit.apps.train.optimizers import OPTIMIZERS
 
 FOUND = json.loads(loss_bytes.RECORD.read_text())
@@ -32,10 +32,10 @@ def test_every_optimizer_of_the_train_command_has_a_colour():
 
 
 def test_pictures_agree_on_colours():
-    assert netlab.COLOURS["zero-one-adam"] == LAB["zero-one-adam-own"] == STYLES["zero-one"][0]
-    assert netlab.COLOURS["onebit-adam"] == LAB["onebit-adam-living"] == STYLES["flat"][0]
-    assert netlab.COLOURS["marsit-owner"] == STYLES["marsit-owner"][0] == LAB["marsit-adam"]
-    assert netlab.COLOURS["bf16"] == STYLES["bf16"][0]
+    assert netlab.COLOURS["zero-one-adam"] == LAB["zero-one-adam-own"] == PLAN["zero-one"]
+    assert netlab.COLOURS["onebit-adam"] == LAB["onebit-adam-living"] == PLAN["flat"]
+    assert netlab.COLOURS["marsit-owner"] == PLAN["marsit-owner"] == LAB["marsit-adam"]
+    assert netlab.COLOURS["bf16"] == PLAN["bf16"]
 
 
 def test_lighter_mixes_with_white():

@@ -325,7 +325,7 @@ def test_train_takes_auto_for_marsit_alone_and_records_what_it_is(tmp_path, caps
 @pytest.mark.long
 def test_the_planner_starts_without_what_takes_seconds_to_import():
     slow = {"torch", "matplotlib", "rich"}
-    code = "import sys; from fusedonebit.apps import cli; from fusedonebit.apps.plan import command"
+    code = "import sys; from fusedonebit.apps import cli; from fusedonebit.apps.plan import plan_command"
     code += f"; print({slow} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "set()", result.stderr

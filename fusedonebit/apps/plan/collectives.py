@@ -41,17 +41,12 @@ class Cost:
 
 def all_reduce(nbytes: float, gpus: int, network: Network) -> Cost:
     """Return the cost of NCCL's all-reduce of ``nbytes`` on every GPU: the faster of its ring and its double tree."""
-    if gpus == 1:
-        return Cost()
-    return min(_ring(nbytes, gpus, network), _tree(nbytes, gpus, network))
+    return min(_ring(nbytes, gpus, network), _tree(nbytes, gpus, network)) if gpus > 1 else Cost()
 
 
 def _ring(nbytes: float, gpus: int, network: Network) -> Cost:
-    """2(n - 1) hops; two of n - 1 shares leave each GPU, and over the one link that leaves it, each node."""
-    _, nodes = network.place(gpus)
-    latency = 2 * (gpus - nodes) * network.inside_latency + 2 * (nodes - 1) * network.between_latency
-    sent = 2 * nbytes * (gpus - 1) / gpus
-    return Cost(network.base + latency + sent / ring_bandwidth(nodes, network), sent)
+    """Return the cost of gathering twice, to reduce and to share: 2(n - 1) hops, started once."""
+    return Cost(-network.base) + 2 * all_gather(nbytes, gpus, network)
 
 
 def _tree(nbytes: float, gpus: int, network: Network) -> Cost:
@@ -74,7 +69,7 @@ def tree_share(nodes: int) -> float:
 
 
 def all_gather(nbytes: float, gpus: int, network: Network) -> Cost:
-    """Return the cost of NCCL's ring all-gather to ``nbytes`` on every GPU: n - 1 hops."""
+    """Return the cost of NCCL's ring all-gather to ``nbytes`` on every GPU: n - 1 hops, one share over each link."""
     if gpus == 1:
         return Cost()
     _, nodes = network.place(gpus)
@@ -84,9 +79,7 @@ def all_gather(nbytes: float, gpus: int, network: Network) -> Cost:
 
 
 def all_to_all(nbytes: float, gpus: int, network: Network) -> Cost:
-    """Every GPU sends each of n an n-th of ``nbytes``; what stays in the node travels meanwhile."""
-    if gpus == 1:
-        return Cost()
+    """Return the cost of sending each of n GPUs an n-th of ``nbytes``; what stays in the node travels meanwhile."""
     per_node, nodes = network.place(gpus)
     between = per_node * nbytes * (gpus - per_node) / gpus
     inside = nbytes * (per_node - 1) / gpus
@@ -95,5 +88,5 @@ def all_to_all(nbytes: float, gpus: int, network: Network) -> Cost:
 
 
 def ring_bandwidth(nodes: int, network: Network) -> float:
-    """Bandwidth of a ring through all GPUs: min(Bi, Bn), as a ring leaves each node over one link."""
+    """Return the bandwidth of a ring through all GPUs: min(Bi, Bn), as a ring leaves each node over one link."""
     return network.inside if nodes == 1 else min(network.inside, network.between)

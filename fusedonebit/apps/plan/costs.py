@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 from ...ring_topology import Topology, torus_rows
@@ -24,8 +25,8 @@ INT8 = 1 + 4 / 512
 ASPECT = 100
 """Width over layers of the transformer that PowerSGD is taken to compress (Kaplan et al., 2020, figure 5)."""
 
-
-# ---------------------------------------------------------------- one bit, as 1-bit Adam and 1-bit LAMB send it
+Send = Callable[[float, int, Network], Cost]
+"""What it costs to average so many bytes on so many GPUs."""
 
 
 def flat(nbytes: float, gpus: int, network: Network) -> Cost:
@@ -35,8 +36,6 @@ def flat(nbytes: float, gpus: int, network: Network) -> Cost:
 
 def hierarchical(bits: float, gpus: int, network: Network, width: float = FP32) -> Cost:
     """Reduce-scatter within the node in ``width`` bytes; bits between nodes, L lanes at a time; all-gather within."""
-    if gpus == 1:
-        return Cost()
     per_node, nodes = network.place(gpus)
     inside = (width / BIT + 1) * bits * (per_node - 1) / per_node
     between = 2 * bits * (nodes - 1) / nodes
@@ -45,13 +44,8 @@ def hierarchical(bits: float, gpus: int, network: Network, width: float = FP32) 
     return Cost(seconds, between if nodes > 1 else inside)
 
 
-# ---------------------------------------------------------------- Marsit
-
-
 def marsit_ring(bits: float, gpus: int, network: Network) -> Cost:
     """2(n - 1) hops of b/n bytes, one after the other."""
-    if gpus == 1:
-        return Cost()
     _, nodes = network.place(gpus)
     sent = 2 * bits * (gpus - 1) / gpus
     return Cost(sent / ring_bandwidth(nodes, network) + 2 * (gpus - 1) * _exchange(nodes > 1, network), sent)
@@ -64,11 +58,9 @@ def marsit_torus(bits: float, gpus: int, network: Network) -> Cost:
     per_node, nodes = network.place(gpus)
     height = torus_rows(gpus, None)
     width = gpus // height
+    rows, columns = row_links(width, per_node, gpus), column_links(width, per_node, gpus)
     total = Cost()
-    for size, nbytes, leaving in (
-        (width, bits, row_links(width, per_node, gpus)),
-        (height, bits / width, column_links(width, per_node, gpus)),
-    ):
+    for size, nbytes, leaving in ((width, bits, rows), (height, bits / width, columns)):
         bandwidth = min(network.inside, network.between / leaving) if leaving else network.inside
         sent = 2 * nbytes * (size - 1) / size
         seconds = sent / bandwidth + 2 * (size - 1) * _exchange(leaving > 0, network)
@@ -77,14 +69,14 @@ def marsit_torus(bits: float, gpus: int, network: Network) -> Cost:
 
 
 def row_links(width: int, per_node: int, gpus: int) -> int:
-    """Rows' links that leave a node at the same time; of rows that neither fill nodes nor share one, at most."""
+    """Count rows' links that leave a node at the same time; of rows that neither fill nodes nor share one, at most."""
     if gpus == per_node or per_node % width == 0:
         return 0
     return 1 if width % per_node == 0 else 2  # a node where one row ends and another begins has both
 
 
 def column_links(width: int, per_node: int, gpus: int) -> int:
-    """Columns' links that leave a node at the same time: a column visits every ``width``-th GPU."""
+    """Count columns' links that leave a node at the same time: a column visits every ``width``-th GPU."""
     return 0 if gpus == per_node else min(width, per_node)
 
 
@@ -93,17 +85,13 @@ def _exchange(leaves: bool, network: Network) -> float:
     return network.peer + (network.between_latency if leaves else network.inside_latency)
 
 
-# ---------------------------------------------------------------- those we are compared with
-
-
 def powersgd_bytes(parameters: float, rank: int) -> float:
     """Return the float32 bytes of P and Q of a transformer's matrices: 2rh for each h x h, and a bias of h.
 
     A count says nothing of shapes: h follows from d = 12 h^2 layers and h = ``ASPECT`` layers. A matrix that
     would not shrink is sent as it is.
     """
-    h = transformer_width(parameters)
-    return FP32 * parameters * min(1.0, (2 * rank + 1) / h)
+    return FP32 * parameters * min(1.0, (2 * rank + 1) / transformer_width(parameters))
 
 
 def transformer_width(parameters: float) -> float:
@@ -137,7 +125,7 @@ class Method(NamedTuple):
     label: str
     family: Family
     payload: Callable[[float], float]
-    send: Callable[[float, int, Network], Cost]
+    send: Send
     write: str
     buckets: Callable[[float], Buckets] = whole
 
@@ -160,45 +148,29 @@ def methods(full_precision_every: int = 0, powersgd_rank: int = 4, diloco_steps:
     """
     share = 1 / full_precision_every if full_precision_every else 0.0
 
-    def marsit(send: Callable[[float, int, Network], Cost]) -> Callable[[float, int, Network], Cost]:
+    def marsit(send: Send) -> Send:
         return lambda b, n, net: (1 - share) * send(b, n, net) + share * all_reduce(FP32 / BIT * b, n, net)
+
+    def times(share: float, send: Send) -> Send:
+        return lambda nbytes, n, net: share * send(nbytes, n, net)
 
     def bytes_of(each: float) -> Callable[[float], float]:
         return lambda d: each * d
 
     fp32, bf16, int8, bits = (bytes_of(each) for each in (FP32, BF16, INT8, BIT))
+    factors, once = partial(powersgd_bytes, rank=powersgd_rank), times(1 / diloco_steps, all_reduce)
+    in_bf16 = partial(hierarchical, width=BF16)
     return {
         "fp32": Method("fp32 all-reduce", "uncompressed", fp32, all_reduce, "DDP", ddp),
         "bf16": Method("bf16 all-reduce", "uncompressed", bf16, all_reduce, "bf16_compress_hook", ddp),
         "int8": Method("8-bit all-reduce", "rival", int8, flat, "torchft, quantized", ddp),
-        "powersgd": Method(
-            f"PowerSGD, rank {powersgd_rank}",
-            "rival",
-            lambda d: powersgd_bytes(d, powersgd_rank),
-            powersgd,
-            "powerSGD_hook",
-            ddp,
-        ),
-        "diloco": Method(
-            f"DiLoCo, H = {diloco_steps}",
-            "rival",
-            fp32,
-            lambda nbytes, n, net: 1 / diloco_steps * all_reduce(nbytes, n, net),
-            "torchft, DiLoCo",
-        ),
+        "powersgd": Method(f"PowerSGD, rank {powersgd_rank}", "rival", factors, powersgd, "powerSGD_hook", ddp),
+        "diloco": Method(f"DiLoCo, H = {diloco_steps}", "rival", fp32, once, "torchft, DiLoCo"),
         "flat": Method("1-bit, flat", "1-bit", bits, flat, "OneBitAdam"),
         "flat-overlap": Method("1-bit, overlapped", "1-bit", bits, flat, "Wire(overlap=True)", ours),
         "hierarchical": Method("1-bit, fp32 inside", "1-bit", bits, hierarchical, "Wire(hierarchy=)"),
-        "hierarchical-bf16": Method(
-            "1-bit, bf16 inside",
-            "1-bit",
-            bits,
-            lambda b, n, net: hierarchical(b, n, net, BF16),
-            "hierarchy_dtype=",
-        ),
-        "zero-one": Method(
-            "0/1 Adam, 2 steps", "0/1 Adam", bits, lambda b, n, net: 0.5 * flat(b, n, net), "FixedRounds(2)"
-        ),
+        "hierarchical-bf16": Method("1-bit, bf16 inside", "1-bit", bits, in_bf16, "hierarchy_dtype="),
+        "zero-one": Method("0/1 Adam, 2 steps", "0/1 Adam", bits, times(0.5, flat), "FixedRounds(2)"),
         "marsit-ring": Method("Marsit, ring", "Marsit", bits, marsit(marsit_ring), 'topology="ring"'),
         "marsit-torus": Method("Marsit, torus", "Marsit", bits, marsit(marsit_torus), 'topology="torus"'),
         "marsit-owner": Method("Marsit, owner", "Marsit", bits, marsit(all_gather), 'topology="owner"'),

@@ -46,7 +46,7 @@ class Network:
             raise ValueError(f"gpus_per_node must be an int >= 1, got {self.gpus_per_node!r}")
 
     def place(self, gpus: int) -> tuple[int, int]:
-        """L and N for ``gpus`` GPUs: whole nodes, or a part of a single one.
+        """Return L and N for ``gpus`` GPUs: whole nodes, or a part of a single one.
 
         Raises:
             ValueError: if the last node would not be full.

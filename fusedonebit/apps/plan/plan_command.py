@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..parsing import InputError, need, positive, whole
-from .calibrate import calibrate, parse_timed
+from ..units import parse_bandwidth, parse_count
 from .costs import methods
 from .network import NETWORK_HOP, NVLINK_HOP, PCIE_HOP, TYPICAL, Network
-from .units import parse_bandwidth, parse_count
-
-if TYPE_CHECKING:
-    from .report import Plan
-
+from .plan_tables import text_of
+from .report import Plan, calibrate
 
 DESCRIPTION = (
     "Estimate what one optimizer step takes on 2 to 16,384 GPUs, uncompressed, compressed by this library and by "
@@ -27,94 +23,86 @@ ONE_NODE = (
     "--network is not what decides here: {} GPUs are taken for one node (--gpus-per-node {}), whose links --nvlink or "
     "--pcie tells; if they are in several nodes, pass --gpus-per-node 1, or as many as one has\n"
 )
+CALIBRATE = (
+    "find the rate of the network, or of one node's links, and the compute, from measured seconds of a step: "
+    "one_gpu=1.4,step_fp32=6.4 (alone; DDP on all GPUs, or with its bf16 hook: step_bf16=3.6)"
+)
+
+
+WANTED = "must be seconds as one_gpu=1.4,step_fp32=6.4 (or step_bf16=3.6, or both)"
+
+
+def parse_timed(text: str) -> tuple[float, dict[str, float]]:
+    """Parse ``one_gpu=1.4,step_fp32=6.4,step_bf16=3.6`` to seconds of the first and, by method, of the others.
+
+    Raises:
+        ArgumentTypeError: for anything else, and for steps no longer than that of one GPU.
+    """
+    try:
+        steps = {name.strip(): float(seconds) for name, _, seconds in (part.partition("=") for part in text.split(","))}
+    except ValueError:
+        steps = {}
+    known = {"one_gpu"} < steps.keys() <= {"one_gpu", "step_fp32", "step_bf16"}
+    if not known or not all(0 < seconds < math.inf for seconds in steps.values()):
+        raise argparse.ArgumentTypeError(f"{WANTED}, got {text!r}")
+    one_gpu = steps.pop("one_gpu")
+    if min(steps.values()) <= one_gpu:
+        hidden = "messages that are hidden tell no bandwidth"
+        raise argparse.ArgumentTypeError(f"must have steps longer than one_gpu={one_gpu:g}, got {text!r}: {hidden}")
+    return one_gpu, {name.removeprefix("step_"): seconds for name, seconds in steps.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add, inside = parser.add_argument, parser.add_mutually_exclusive_group()
+    add, inside, count = parser.add_argument, parser.add_mutually_exclusive_group(), whole(1, MOST)
     add("--params", type=parse_count, required=True, metavar="N", help="parameters of the model: 340M, 1.3B")
-    add("--gpus", type=whole(1, MOST), required=True, metavar="N", help="in all")
-    add("--gpus-per-node", type=whole(1, MOST), default=TYPICAL.gpus_per_node, metavar="N", help="in each node")
-    add(
-        "--network",
-        type=parse_bandwidth,
-        metavar="RATE",
-        help="what one NODE sends to others, all cards together, best as measured: 4.1Gbps, 12.5GB/s, 8x400Gbps",
-    )
-    inside.add_argument(
-        "--nvlink",
-        type=parse_bandwidth,
-        metavar="RATE",
-        help=f"what one GPU sends within its node over NVLink (default: {TYPICAL.inside / 1e9:g}GB/s)",
-    )
-    inside.add_argument(
-        "--pcie", type=parse_bandwidth, metavar="RATE", help="what one GPU sends within its node over PCIe, all sending"
-    )
+    add("--gpus", type=count, required=True, metavar="N", help="in all")
+    add("--gpus-per-node", type=count, default=TYPICAL.gpus_per_node, metavar="N", help="in each node")
+    network = "what one NODE sends to others, all cards together, best as measured: 4.1Gbps, 12.5GB/s, 8x400Gbps"
+    add("--network", type=parse_bandwidth, metavar="RATE", help=network)
+    nvlink = f"what one GPU sends within its node over NVLink (default: {TYPICAL.inside / 1e9:g}GB/s)"
+    inside.add_argument("--nvlink", type=parse_bandwidth, metavar="RATE", help=nvlink)
+    pcie = "what one GPU sends within its node over PCIe, all sending"
+    inside.add_argument("--pcie", type=parse_bandwidth, metavar="RATE", help=pcie)
     add("--step-ms", type=positive("milliseconds"), metavar="MS", help="what a step takes without messages")
-    add(
-        "--calibrate",
-        type=parse_timed,
-        metavar="TIMES",
-        help="find the rate of the network, or of one node's links, and the compute, from measured seconds of a step: "
-        "one_gpu=1.4,step_fp32=6.4 (alone; DDP on all GPUs, or with its bf16 hook: step_bf16=3.6)",
-    )
-    add(
-        "--no-overlap",
-        dest="overlap",
-        action="store_false",
-        help="messages begin when the backward pass is over, with every method",
-    )
-    add(
-        "--latency-us",
-        type=positive("microseconds"),
-        default=NETWORK_HOP * 1e6,
-        metavar="US",
-        help="of a hop between nodes",
-    )
-    add("--powersgd-rank", type=whole(1, MOST), default=4, metavar="R", help="of PowerSGD")
-    add("--diloco-steps", type=whole(1, MOST), default=64, metavar="H", help="of DiLoCo between two averages")
-    add(
-        "--full-precision-every",
-        type=whole(0, MOST),
-        default=100,
-        metavar="K",
-        help="rounds of marsit of which one is of full precision; 0: none",
-    )
-    add("--all", action="store_true", help="print every method, and what each takes on other numbers of GPUs")
+    add("--calibrate", type=parse_timed, metavar="TIMES", help=CALIBRATE)
+    overlap = "messages begin when the backward pass is over, with every method"
+    add("--no-overlap", dest="overlap", action="store_false", help=overlap)
+    hop, us = NETWORK_HOP * 1e6, positive("microseconds")
+    add("--latency-us", type=us, default=hop, metavar="US", help="of a hop between nodes")
+    add("--powersgd-rank", type=count, default=4, metavar="R", help="of PowerSGD")
+    add("--diloco-steps", type=count, default=64, metavar="H", help="of DiLoCo between two averages")
+    rounds = "rounds of marsit of which one is of full precision; 0: none"
+    add("--full-precision-every", type=whole(0, MOST), default=100, metavar="K", help=rounds)
+    everything = "print every method, and what each takes on other numbers of GPUs"
+    add("--all", action="store_true", help=everything)
     add("--out", metavar="DIR", help="draw a picture as well: DIR/plan.png; without this nothing is written")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the answer, and the tables below; draw the picture where one is asked for.
+    """Print the answer; draw the picture where one is asked for.
 
     Raises:
         InputError: if what was asked makes no sense together.
     """
-    need("rich", *(["matplotlib"] if arguments.out is not None else []))
-    from rich.console import Console
-
-    from .plan_tables import show
-
-    plan, console = _plan(arguments), Console(highlight=False)
-    told_links = arguments.nvlink or arguments.pcie
+    need(*["matplotlib"] * (arguments.out is not None))
+    plan, told_links = _plan(arguments), arguments.nvlink or arguments.pcie
     if arguments.network and not told_links and 1 < arguments.gpus <= arguments.gpus_per_node:
-        console.print(ONE_NODE.format(arguments.gpus, arguments.gpus_per_node), soft_wrap=True)
-    show(plan, console, arguments.all)  # before the picture, which takes seconds
+        print(ONE_NODE.format(arguments.gpus, arguments.gpus_per_node))
+    print(text_of(plan, arguments.all), flush=True)  # before the picture, which takes seconds
     if arguments.out is not None:
-        console.print(f"picture: {_draw(plan, Path(arguments.out))}", soft_wrap=True)
+        print(f"picture: {_draw(plan, Path(arguments.out))}")
     return 0
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    from .report import Plan
-
     network, compute = _network(arguments), arguments.step_ms and arguments.step_ms * 1e-3
     if arguments.calibrate:
+        compute, steps = arguments.calibrate
         try:
-            network = calibrate(arguments.calibrate, arguments.params, arguments.gpus, network, arguments.overlap)
+            network = calibrate(compute, steps, arguments.params, arguments.gpus, network, arguments.overlap)
         except ValueError as error:
             raise InputError(f"--calibrate: {error}") from error
-        compute = arguments.calibrate.one_gpu
     known = methods(arguments.full_precision_every, arguments.powersgd_rank, arguments.diloco_steps)
     return Plan(arguments.params, arguments.gpus, network, compute, arguments.overlap, known)
 
@@ -135,13 +123,9 @@ def _network(arguments: argparse.Namespace) -> Network:
     if timed and any(rate is not None for rate in (arguments.step_ms, *finds)):
         found = "--network" if several else "--nvlink and --pcie"
         raise InputError(f"--calibrate finds what --step-ms, {found} tell: leave them out")
-    return Network(
-        arguments.network or math.inf,
-        arguments.pcie or arguments.nvlink or TYPICAL.inside,
-        per_node,
-        between_latency=arguments.latency_us * 1e-6,
-        inside_latency=PCIE_HOP if arguments.pcie else NVLINK_HOP,
-    )
+    hop = PCIE_HOP if arguments.pcie else NVLINK_HOP
+    inside = arguments.pcie or arguments.nvlink or TYPICAL.inside
+    return Network(arguments.network or math.inf, inside, per_node, arguments.latency_us * 1e-6, hop)
 
 
 def _draw(plan: Plan, out: Path) -> Path:

@@ -1,98 +1,69 @@
-"""Prints a plan: the verdict, a table by method, and one by number of GPUs."""
+"""Makes a plan's text: the verdict and a table of the best methods; by request all, and on other numbers of GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from ..units import bandwidth, digits, duration, size
+from .report import BASELINE, LEAST_SPEEDUP, SLOWEST, Plan, Step
 
-from .costs import transformer_width
-from .report import BASELINE, Plan
-from .units import bandwidth, digits, duration, size
-
-CAVEAT = (
-    "Overlap is the best case: it needs SMs or copy engines that are free, computing slows down beside it, and buckets "
-    "must fill in the order in which they are sent; the backward pass is taken for 2/3 of the compute (--no-overlap)"
+MORE = (
+    "Bytes and seconds alone, and at best: docs/performance.md#planner says what is assumed, docs/choose.md what each "
+    "costs in quality. --all prints every method, also on other numbers of GPUs; --out DIR draws a picture"
 )
 ZERO_ONE = (
     "ZeroOneAdam in rounds of one step, its default, sends what 1-bit, flat does; for rounds of two steps write "
     "ZeroOneAdam(..., sync_policy=fusedonebit.policies.FixedRounds(2))"
 )
-QUALITY = (
-    "Bytes and seconds, no more: kernels, warm-ups and renewals of a shared variance (two bytes a parameter in every "
-    "50th step) are left out; what each method costs in quality says docs/choose.md"
-)
 
 
-MORE = "--all prints every method, also on other numbers of GPUs; --out DIR draws them"
+def text_of(plan: Plan, everything: bool = False) -> str:
+    """Return the answer, and below it the best method of each family; or ``everything``."""
+    told = [*advice(plan), "", _asked(plan)]
+    if plan.gpus > 1:
+        told += _methods(plan, list(plan.steps()) if everything else plan.best_of_each())
+        told += [ZERO_ONE, "", *_by_gpus(plan)] if everything else [MORE]
+    return "\n".join(told)
 
 
-def methods_table(plan: Plan, names: Collection[str]) -> Table:
-    """Return some methods for the configuration asked about; the best of ours is marked."""
-    known = plan.compute is not None
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("a step", no_wrap=True)
-    numbers = [f"{plan.sender} sends", "messages", *(["exposed", "step"] if known else [])]
-    for heading in (*numbers, "vs bf16"):
-        table.add_column(heading, justify="right", max_width=8)
-    table.add_column("write")
-    steps, best = plan.steps(), plan.best()
-    for name, method in plan.methods.items():
-        if name not in names:
-            continue
-        of = steps[name]
-        cells = [size(of.sent), duration(of.messages)]
-        if known:
-            cells += [duration(of.exposed), duration(of.seconds)]
-        style = "bold green" if name == best and plan.pays else "bold" if name == BASELINE else None
-        table.add_row(method.label, *cells, f"{plan.speedup(name):.3g}x", method.write, style=style)
-    return table
-
-
-def scale_table(plan: Plan, columns: Sequence[int]) -> Table:
-    """Every method for several numbers of GPUs; the fastest is marked."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    table.add_column("ms", no_wrap=True)
-    for gpus in columns:
-        table.add_column(f"{gpus:,} ", justify="right")
-    at = [plan.steps(gpus) for gpus in columns]
-    for name, method in plan.methods.items():
-        cells = []
-        for steps in at:
-            fastest = min(steps, key=lambda other: steps[other].seconds)
-            mark = "*" if name == fastest else " "
-            cells.append(digits(1e3 * steps[name].seconds) + mark if name in steps else "")
-        if any(cells):
-            table.add_row(method.label, *cells)
-    return table
-
-
-def show(plan: Plan, console: Console, everything: bool = False) -> None:
-    """Print the answer, and below it the best method of each family; or ``everything``."""
-    for line in plan.advice():
-        console.print(line, soft_wrap=True)
-    console.print(f"\n{_asked(plan)}", soft_wrap=True)
+def advice(plan: Plan) -> list[str]:
+    """Return the answer in a few lines, the verdict first."""
     if plan.gpus == 1:
-        return
-    shown = plan.steps().keys() if everything else plan.best_of_each()
-    console.print(methods_table(plan, shown))
-    if plan.overlap and plan.compute is not None:
-        console.print(CAVEAT, soft_wrap=True)
-    if any(name.startswith("powersgd") for name in shown):
-        width = transformer_width(plan.parameters)
-        console.print(
-            f"PowerSGD's bytes are those of a transformer's matrices of {width:,.0f} x {width:,.0f}", soft_wrap=True
-        )
-    console.print(ZERO_ONE, QUALITY, sep="\n", soft_wrap=True)
-    if not everything:
-        console.print(MORE, soft_wrap=True)
-        return
-    counts = plan.scale()
-    columns = sorted({*counts[:: -(-len(counts) // 4)], plan.gpus, counts[-1]})  # as many as 80 letters hold
-    what = "A step" if plan.compute is not None else "A step's messages"
-    console.print(f"\n{what} by number of GPUs; * the fastest", scale_table(plan, columns), sep="\n")
+        return ["Don't compress: one GPU sends nothing"]
+    best, rate, rival = plan.best(), plan.pays_below(), plan.best(["rival"])
+    baseline, ours = _named(plan, BASELINE), _named(plan, best)
+    if plan.compute is None and (until := plan.pays_until()):
+        lines = [
+            f"Don't compress where a step computes for more than {duration(until)} (--step-ms tells): there "
+            f"{baseline} is as fast within {LEAST_SPEEDUP - 1:.0%}. Where it computes for less, {ours} pays"
+        ]
+    elif plan.pays:
+        lines = [f"Compress: {_told(plan, best)}"]
+    else:
+        slower = f"the fastest of ours, {ours}, is {plan.speedup():.2f} times as fast"
+        lines = [f"Don't compress: {baseline} takes {_seconds(plan, BASELINE)}, and {slower}"]
+    if plan.compute is not None and not rate:
+        lines.append(f"It would pay at no rate above {bandwidth(SLOWEST)}: what is left are hops, not bytes")
+    elif plan.compute is not None and not math.isinf(rate):
+        turns = "stops paying above" if plan.pays else "would pay below"
+        lines.append(f"It {turns} {bandwidth(rate)} a {plan.sender}")
+    if plan.speedup(rival) >= LEAST_SPEEDUP * max(1.0, plan.speedup()):
+        lines.append(f"Faster than all of ours: {_told(plan, rival)}")
+    return lines
+
+
+def _named(plan: Plan, name: str) -> str:
+    return f"{plan.methods[name].label} ({plan.methods[name].write})"
+
+
+def _told(plan: Plan, name: str) -> str:
+    times = f"{plan.speedup(name):.3g} times as fast as {plan.methods[BASELINE].label}"
+    return f"{_named(plan, name)}, {_seconds(plan, name)}, {times}"
+
+
+def _seconds(plan: Plan, name: str) -> str:
+    return f"{duration(plan.steps()[name].seconds)} {'a step' if plan.compute is not None else 'for messages'}"
 
 
 def _asked(plan: Plan) -> str:
@@ -105,3 +76,38 @@ def _asked(plan: Plan) -> str:
     if plan.compute is not None:
         words.append(f"a step computes for {duration(plan.compute)}")
     return "; ".join(words)
+
+
+def _methods(plan: Plan, names: Sequence[str]) -> Iterator[str]:
+    known, steps = plan.compute is not None, plan.steps()
+    rows = [[f"per {plan.sender} and step", "sends", "messages", *["exposed", "step"] * known, "vs bf16", "write"]]
+    for name in names:
+        method, of = plan.methods[name], steps[name]
+        times = [of.messages, *[of.exposed, of.seconds] * known]
+        rows.append([method.label, size(of.sent), *map(duration, times), f"{plan.speedup(name):.3g}x", method.write])
+    return _aligned(rows, "<" + ">" * (len(rows[0]) - 2) + "<")
+
+
+def _by_gpus(plan: Plan) -> Iterator[str]:
+    """Yield what each method takes on as many numbers of GPUs as 80 letters hold; the fastest is marked."""
+    counts = plan.scale()
+    at = {n: plan.steps(n) for n in sorted({*counts[:: -(-len(counts) // 4)], plan.gpus, counts[-1]})}
+    rows = [["ms, * fastest" if plan.compute is not None else "ms of messages", *(f"{n:,} " for n in at)]]
+    for name in plan.steps():
+        rows.append([plan.methods[name].label, *(_marked(steps, name) for steps in at.values())])
+    return _aligned(rows, "<" + ">" * len(at))
+
+
+def _marked(steps: Mapping[str, Step], name: str) -> str:
+    if name not in steps:
+        return "- "
+    fastest = steps[name].seconds == min(of.seconds for of in steps.values())
+    return digits(1e3 * steps[name].seconds) + ("*" if fastest else " ")
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
+    """Yield rows with columns aligned left or right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+        yield " ".join(cells).rstrip()

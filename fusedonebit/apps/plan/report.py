@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .costs import METHODS, OURS, Family, Method, possible
 from .hidden_messages import BACKWARD, whole
 from .network import Network
-from .units import bandwidth, duration
 
 BASELINE = "bf16"
 """What compression is measured by: what DDP does with a hook of one line."""
@@ -24,11 +23,8 @@ SLOWEST, FASTEST = 1e4, 1e14
 class Step(NamedTuple):
     """What one method makes of a step.
 
-    Attributes:
-        sent: Bytes that a node sends to others, or where there is one only a GPU within it.
-        messages: Seconds of all messages.
-        exposed: Those of them that the backward pass does not hide.
-        seconds: Of the whole step.
+    ``sent`` are bytes as in ``Cost``; ``messages`` the seconds of all messages, ``exposed`` those of them that the
+    backward pass does not hide, ``seconds`` those of the whole step.
     """
 
     sent: float
@@ -79,10 +75,9 @@ class Plan:
         found = {name: of for name, of in self.steps().items() if self.methods[name].family in families}
         return min(found, key=lambda name: found[name].seconds)
 
-    def best_of_each(self) -> set[str]:
-        """Name the fastest method of each family, and what all are measured by."""
-        families = {method.family for name, method in self.methods.items() if name in self.steps()}
-        return {BASELINE, *(self.best([family]) for family in families)}
+    def best_of_each(self) -> list[str]:
+        """Name what all are measured by, and the fastest method of each other family."""
+        return [BASELINE, *(self.best([family]) for family in ("rival", *OURS))]
 
     def speedup(self, name: str | None = None) -> float:
         """Return how many times as fast as bfloat16 a method's step is, or our best one's."""
@@ -93,7 +88,7 @@ class Plan:
     @property
     def sender(self) -> str:
         """Whose bytes ``sent`` counts, and whose rate messages wait for."""
-        return "a node" if self.gpus > self.network.gpus_per_node else "a GPU"
+        return "node" if self.gpus > self.network.gpus_per_node else "GPU"
 
     @property
     def pays(self) -> bool:
@@ -111,67 +106,10 @@ class Plan:
 
     def scale(self) -> list[int]:
         """Return numbers of GPUs from 2 on that fill nodes, doubling, to 16,384 or one node's; and the one asked."""
-        per_node, counts, n = self.network.gpus_per_node, {self.gpus} - {1}, 2
-        while n < per_node:
-            counts.add(n)
-            n *= 2
-        n = per_node if per_node > 1 else 2
-        while n <= (per_node if math.isinf(self.network.between) else max(LARGEST, self.gpus)):
-            counts.add(n)
-            n *= 2
-        return sorted(counts)
-
-    # ------------------------------------------------------------ in words
-
-    def advice(self) -> list[str]:
-        """Return the answer in a few lines, the verdict first."""
-        if self.gpus == 1:
-            return ["Don't compress: one GPU sends nothing"]
-        return [self._verdict(), *self._at_what_rate(), *self._others()]
-
-    def _verdict(self) -> str:
-        ours = self.best()
-        if self.compute is None and (until := self.pays_until()):
-            return (
-                f"Don't compress where a step computes for more than {duration(until)} (--step-ms tells): there "
-                f"{self._named(BASELINE)} is as fast within {LEAST_SPEEDUP - 1:.0%}. "
-                f"Where it computes for less, {self._named(ours)} pays"
-            )
-        if self.pays:
-            return f"Compress: {self._told(ours)}"
-        return (
-            f"Don't compress: {self._named(BASELINE)} takes {self._seconds(BASELINE)}, and the fastest of ours, "
-            f"{self._named(ours)}, is {self.speedup(ours):.2f} times as fast"
-        )
-
-    def _at_what_rate(self) -> list[str]:
-        rate = self.pays_below()
-        if self.compute is None or math.isinf(rate):
-            return []
-        if not rate:
-            return [f"It would pay at no rate above {bandwidth(SLOWEST)}: what is left are hops, not bytes"]
-        turn = "It stops paying above" if self.pays else "It would pay below"
-        return [f"{turn} {bandwidth(rate)} {self.sender}"]
-
-    def _others(self) -> list[str]:
-        """Return the best for 1-bit Adam and LAMB, and of rivals, where these are others than the best of ours."""
-        lines, ours, rival = [], self.best(), self.best(["rival"])
-        if self.pays and self.methods[ours].family != "1-bit":
-            lines.append(f"For 1-bit Adam and 1-bit LAMB: {self._told(self.best(['1-bit']))}")
-        if self.speedup(rival) >= LEAST_SPEEDUP * max(1.0, self.speedup(ours)):
-            lines.append(f"Faster than all of ours: {self._told(rival)}")
-        return lines
-
-    def _named(self, name: str) -> str:
-        return f"{self.methods[name].label} ({self.methods[name].write})"
-
-    def _told(self, name: str) -> str:
-        baseline = self.methods[BASELINE].label
-        return f"{self._named(name)}, {self._seconds(name)}, {self.speedup(name):.3g} times as fast as {baseline}"
-
-    def _seconds(self, name: str) -> str:
-        what = "a step" if self.compute is not None else "for messages"
-        return f"{duration(self.steps()[name].seconds)} {what}"
+        per_node = self.network.gpus_per_node
+        most = per_node if math.isinf(self.network.between) else max(LARGEST, self.gpus)
+        counts = {2**k for k in range(1, 20) if 2**k < per_node} | {per_node * 2**k for k in range(20)} | {self.gpus}
+        return sorted(count for count in counts if 2 <= count <= most)
 
 
 def crossing(true_below: Callable[[float], bool], low: float, high: float) -> float:
@@ -184,3 +122,31 @@ def crossing(true_below: Callable[[float], bool], low: float, high: float) -> fl
         middle = math.sqrt(low * high)
         low, high = (middle, high) if true_below(middle) else (low, middle)
     return low
+
+
+def calibrate(
+    one_gpu: float, steps: Mapping[str, float], parameters: int, gpus: int, network: Network, overlap: bool = True
+) -> Network:
+    """Return the network with which ``step`` predicts what was timed, by the rate of the link that messages wait for.
+
+    Of two methods the errors are equal and opposite, as ratios: the sum of their logarithms is 0.
+
+    Args:
+        one_gpu: Seconds of a step of one GPU alone: what it computes.
+        steps: Those of all GPUs with ``DistributedDataParallel``, by method: fp32, bf16.
+        parameters, gpus, network, overlap: As of ``Plan``; the network with any rate of that link.
+
+    Raises:
+        ValueError: if no rate explains what was timed.
+    """
+
+    def too_long(rate: float) -> bool:
+        there = network.at_rate(gpus, rate)
+        predicted = {name: step(METHODS[name], parameters, gpus, there, one_gpu, overlap).seconds for name in steps}
+        return sum(math.log(predicted[name] / seconds) for name, seconds in steps.items()) > 0
+
+    rate = crossing(too_long, SLOWEST, FASTEST)
+    if not 0 < rate < math.inf:
+        told = ", ".join(f"{name} {seconds:g} s" for name, seconds in steps.items())
+        raise ValueError(f"steps of {told} are {'shorter' if rate else 'longer'} than any rate explains")
+    return network.at_rate(gpus, rate)
