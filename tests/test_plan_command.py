@@ -83,7 +83,7 @@ def test_every_method_and_other_numbers_of_gpus_are_asked_for_and_so_is_a_pictur
     assert lines[-1] == f"picture: {tmp_path / 'plan.png'}"
 
 
-def test_a_picture_names_the_best_of_each_family_as_their_lines_end_and_marks_what_was_asked():
+def test_a_picture_names_the_best_of_each_family_in_order():
     figure, axis = plt.subplots()
     plan_plot.draw(axis, Plan(340_000_000, 256, Network(0.5e9, 10e9, 4), 0.363))
     told = [text.get_text() for text in axis.get_legend().get_texts()]
