@@ -366,7 +366,7 @@ VARIANTS = {
     "add_values, bf16": Case("add_values", BF16 | STOCHASTIC),
     "add_values, mixed": Case("add_values", {"REPLACES": True, "PARAMS": 3}),
     "local_step, DeepSpeed's, last": Case(
-        "local_step", OWN_STEP | {"STEP_PRECONDITION": False, "STEP_LEAKS": True, "STEP_LAST": True}
+        "local_step", OWN_STEP | {"STEP_PRECONDITION": False, "STEP_DECAY_IN_UPDATE": True, "STEP_LAST": True}
     ),
     "local_step, only momentum": Case("local_step", OWN_STEP | ONLY_MOMENTUM),
     "local_step, only momentum, plain": Case("local_step", OWN_STEP | ONLY_MOMENTUM | {"STEP_PRECONDITION": False}),
