@@ -1,16 +1,20 @@
-"""Files of runs for tests of the report, and what a browser makes of its pages."""
+"""Files of runs for tests of the report, what is on its pages, and what a browser says of one."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_a_browser = pytest.mark.needs_browser
@@ -31,18 +35,22 @@ def write(folder: Path, records: Iterable[dict[str, Any]], starts: Iterable[dict
     return folder
 
 
-def data_of(page: str) -> dict[str, Any]:
-    """What the page's script is given."""
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    return json.loads(found)
+def cells(page: str, name: str) -> list[str]:
+    """What the results' row of this name says, by run."""
+    (row,) = re.findall(rf"<th scope=row>{re.escape(name)}<small>.*?</tr>", page)
+    return [unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)]
 
 
-def open_page(page: Path, script: str = "") -> tuple[str, list[str]]:
-    """The page as a browser has drawn it, after ``script``, and what the browser's console says."""
-    asked = page.with_suffix(".asked.html")
-    asked.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+def pictures(page: str) -> dict[str, Image.Image]:
+    """The page's pictures by title; each has a caption."""
+    found = re.findall(r'<figure><h3>(.*?)</h3><img alt=".*?" src="data:image/png;base64,(.*?)"><figcaption>.+?<', page)
+    assert len(found) == page.count("<figure")
+    return {unescape(title): Image.open(io.BytesIO(base64.b64decode(data))) for title, data in found}
+
+
+def console_of(page: Path) -> list[str]:
+    """What a browser's console says when it opens a page."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
-    told = subprocess.run(
-        [str(BROWSER), *flags, "--window-size=1400,2000", asked.as_uri()], capture_output=True, text=True, timeout=120
-    )
-    return told.stdout, [line for line in told.stderr.splitlines() if "CONSOLE" in line]
+    told = subprocess.run([str(BROWSER), *flags, page.as_uri()], capture_output=True, text=True, timeout=120)
+    assert "</html>" in told.stdout
+    return [line for line in told.stderr.splitlines() if "CONSOLE" in line]

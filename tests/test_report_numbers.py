@@ -2,144 +2,159 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from PIL import Image
 from report_pages import record, write
 
-from fusedonebit.apps.report.downsample import (
-    MOST_BANDS,
-    MOST_MARKS,
-    at_steps,
-    bands,
-    heat,
-    not_finite,
-    points_for,
-    running_mean,
-    short,
-    skips,
-    thin,
-)
+from fusedonebit.apps.pictures import METHODS, plt
+from fusedonebit.apps.report.charts import Pictures, rises, sent, styles
+from fusedonebit.apps.report.page_tables import layer_values, layers
 from fusedonebit.apps.report.read import Run, Series, read_runs
 
 
-def series(values: list[float]) -> Series:
-    made = Series()
-    for i, value in enumerate(values):
-        made.add(i + 1, value)
-    return made
-
-
-def run_of(*records: dict) -> Run:
-    run = Run("one", Path())
+def run_of(*records: dict, name: str = "one", label: str = "one") -> Run:
+    run = Run(name, Path(), label)
     for told in records:
         run.take(told["step"], told)
     run.finish()
     return run
 
 
-@given(
-    st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf]), min_size=1, max_size=300), st.integers(4, 50)
-)
-def test_a_thinned_curve_keeps_its_ends_and_every_bins_extremes(values: list[float], most: int):
-    xs, ys = thin(series(values), most)
-    finite = [(i + 1, short(y)) for i, y in enumerate(values) if math.isfinite(y)]
-    assert len(xs) == len(ys) <= most
-    assert xs == sorted(set(xs))
-    assert set(zip(xs, ys, strict=True)) <= set(finite)
-    if finite:
-        assert (xs[0], xs[-1]) == (finite[0][0], finite[-1][0])
-        assert {min(y for _, y in finite), max(y for _, y in finite)} <= set(ys)
+@pytest.fixture
+def axis() -> Iterator[Axes]:
+    figure, axis = plt.subplots()
+    yield axis
+    plt.close(figure)
 
 
-def test_a_single_spike_and_a_single_nan_in_100000_steps_are_there():
+def curve(axis: Axes, label: str) -> tuple[np.ndarray, np.ndarray]:
+    (line,) = (line for line in axis.get_lines() if line.get_label() == label)
+    return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+
+
+def marks(axis: Axes, sign: str) -> list[int]:
+    return [int(x) for line in axis.get_lines() if line.get_marker() == sign for x in line.get_xdata()]
+
+
+def test_a_single_spike_and_a_single_nan_in_100000_steps_are_drawn(axis):
     values = [math.sin(i / 1000) for i in range(100_000)]
-    values[54_321], values[70_000], values[12_345] = 99.0, math.nan, -99.0
-    xs, ys = thin(series(values), 1500)
-    assert ys[xs.index(54_322)] == 99
-    assert ys[xs.index(12_346)] == -99
-    assert not_finite(series(values)) == [70_001]
-    assert len(not_finite(series([math.nan] * 10_000))) == MOST_MARKS
+    values[54_321], values[70_000] = 99.0, math.nan
+    spiked = run_of(*({"step": i + 1, "loss": y} for i, y in enumerate(values)))
+    Pictures([spiked]).losses(axis)
+    raw = axis.get_lines()[0]
+    assert raw.get_ydata()[54_321] == 99
+    assert np.isnan(raw.get_ydata()).nonzero()[0].tolist() == [70_000]
+    assert marks(axis, "x") == [70_001]
+    assert axis.get_ylim()[1] > 99
+    picture = np.asarray(Image.open(io.BytesIO(next(Pictures([spiked]).all()).png)).convert("HSV"))
+    height = picture.shape[0]
+    columns = np.unique((picture[height * 2 // 5 : height // 2, :, 1] > 30).nonzero()[1])
+    share = columns.mean() / picture.shape[1]
+    print(f"the spike at 54.3 % of the steps is seen in {len(columns)} of {picture.shape[1]} columns, at {share:.1%}")
+    assert 1 <= len(columns) <= 5
+    assert 0.5 < share < 0.65
 
 
-def test_the_running_mean_begins_with_the_curve_and_passes_over_what_is_no_number():
-    mean = running_mean(series([5.0] + [3.0, math.nan, 1.0] * 2000))
-    assert mean.values[0] == 5.0
-    assert mean.values[-1] == pytest.approx(2.0, abs=0.2)
-    assert len(mean.values) < 320
-    assert list(running_mean(series([math.nan] * 3)).values) == []
+def test_the_running_mean_begins_with_the_curve_and_passes_over_what_is_no_number(axis):
+    losses = [5.0] + [3.0, math.nan, 1.0] * 2000
+    Pictures([run_of(*({"step": i + 1, "loss": y} for i, y in enumerate(losses)))]).losses(axis)
+    x, y = curve(axis, "one")
+    assert (x[0], y[0], len(y)) == (1, 5.0, 4001)
+    assert y[-1] == pytest.approx(2.0, abs=0.2)
 
 
-def test_what_was_sent_by_a_step_is_the_last_count_up_to_there():
-    assert at_steps(series([10, 20, 30]), [0, 1, 3, 9]) == [0, 10, 30, 30]
+def test_losses_over_bytes_are_at_what_had_been_sent_up_to_their_step(axis):
+    told = [{"step": 1, "loss": 3.0}, {"step": 2, "bytes_total": 10}, {"step": 3, "loss": 2.0, "held_out_loss": 1.5}]
+    told += [{"step": 5, "bytes_total": 70}, {"step": 9, "loss": 1.0}]
+    Pictures([run_of(*told)]).losses(axis, by_bytes=True)
+    assert curve(axis, "one")[0].tolist() == [0, 10, 70]
+    assert axis.get_xscale() == "log"
+    (held_out,) = (line for line in axis.get_lines() if line.get_marker() == "o")
+    assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == ([10], [1.5])
 
 
-def test_phases_become_stretches_and_quick_changes_share_one():
-    run = run_of(*(record(i, phase="warmup" if i < 5 else "compression") for i in range(1, 9)))
-    assert bands(run) == [[1, 4, "warmup"], [5, 8, "compression"]]
-    names = ["uncompressed", "local", "one-bit", "anything at all"]
-    quick = bands(run_of(*(record(i, phase=names[i % 4] if i > 2000 else "begin") for i in range(1, 6001))))
-    assert len(quick) <= MOST_BANDS
-    assert quick[0][2] == "begin"
-    assert set(quick[-1][2].split(" + ")) == set(names)
-    assert (quick[0][0], quick[-1][1]) == (1, 6000)
-    assert bands(run_of({"step": 1, "loss": 2.0})) == []
+def test_bits_floats_and_other_steps_are_told_apart_and_a_line_stands_where_bits_begin(axis):
+    phases = ["warmup"] * 3 + ["compression"] * 3 + ["warmup", "local", "one-bit", "local"]
+    run = run_of(*(record(i + 1, phase=name) for i, name in enumerate(phases)))
+    assert sent(run)[1].tolist() == [0, 0, 0, 2, 2, 2, 0, 1, 2, 1]
+    Pictures([run]).numbers(axis, "bytes_step")
+    assert [line.get_xdata()[0] for line in axis.get_lines() if line.get_linestyle() == "--"] == [4]
+    axis.clear()
+    Pictures([run, run]).phases(axis)
+    assert len(axis.collections) == 6  # of each run what is pale, full, and in between
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["one\nwarmup, compression, local, one-bit"] * 2
 
 
-def test_skipped_steps_are_marked_where_their_count_rises_and_none_is_lost():
+def test_skipped_steps_are_marked_where_their_count_rises_and_none_is_lost(axis):
     counts = [0, 1, 1, 4, 0, 1]  # resumed before the fifth, and counted anew
     vetoes = [0, 0, 0, 2, 0, 0]
     told = (record(i + 1, skipped_steps=c, vetoed_steps=v) for i, (c, v) in enumerate(zip(counts, vetoes, strict=True)))
-    assert skips(run_of(*told)) == [[2, 1, 0], [4, 3, 2], [6, 1, 0]]
-    many = skips(run_of(*(record(i, skipped_steps=i) for i in range(1, 5001))))
-    assert len(many) <= MOST_MARKS
-    assert sum(n for _, n, _ in many) == 5000
+    Pictures([run_of(*told)]).losses(axis)
+    assert (marks(axis, "^"), marks(axis, "D")) == ([2, 6], [4])
+    many = run_of(*(record(i, skipped_steps=i) for i in range(1, 5001)))
+    assert len(rises(many.get("skipped_steps"))) == 5000
+    assert len(rises(Series())) == 0
 
 
-def test_a_map_of_layers_keeps_what_says_most_and_no_more_cells_than_wanted():
+@pytest.mark.parametrize(
+    ("values", "scale", "least"),
+    [([1, 31], "log", None), ([1, 30], "linear", 0), ([0, 50], "linear", 0), ([-1, 5], "linear", -1.3)],
+)
+def test_an_axis_is_logarithmic_where_positive_values_differ_thirty_times(axis, values, scale, least):
+    Pictures([run_of(*({"step": i, "x": y} for i, y in enumerate(values)))]).numbers(axis, "x")
+    assert axis.get_yscale() == scale
+    assert least is None or axis.get_ylim()[0] == pytest.approx(least)
+
+
+def test_pictures_of_some_steps_have_no_others(axis):
+    run = run_of(*(record(i, loss=100.0 if i < 5 else 1.0) for i in range(1, 20)))
+    Pictures([run], (5, 9)).losses(axis)
+    assert curve(axis, "one")[0].tolist() == [5, 6, 7, 8, 9]
+    assert axis.get_xlim() == (5, 9)
+    assert axis.get_ylim()[1] < 2
+
+
+def test_of_many_runs_ten_are_named_and_the_others_counted(monkeypatch):
+    legends = []
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda *a, **more: legends.append(a[1:]))
+    bare = run_of({"step": 1, "x": 1.0}, label="no curve, no name")
+    for count in (10, 14):
+        next(Pictures([bare, *(run_of(record(1), label=f"run{i}") for i in range(count))]).all())
+    named = [f"run{i}" for i in range(10)]
+    assert [(len(handles), names) for handles, names in legends] == [(10, named), (11, [*named, "and 4 more runs"])]
+
+
+def test_a_known_method_has_its_colour_of_the_pictures_and_no_two_runs_look_alike():
+    names = ("zero-one-adam", "mine", "onebit-adam", "adamw", "OneBitLamb", "MarsitSGD")
+    found = styles([run_of(record(1), name=name) for name in names])
+    known = ("zero-one-adam", None, "onebit-adam", "adamw", "onebit-lamb", "marsit")
+    assert [style["color"] for style in found] == [METHODS[name] if name else METHODS["int8"] for name in known]
+    again = styles([run_of(record(1), name=name) for name in names * 3])
+    assert len({tuple(style.values()) for style in again}) == 18
+
+
+# ---------------------------------------------------------------- layers
+
+
+def test_layers_have_their_greatest_value_and_its_step_the_greatest_first():
     ratios = [1.0] * 100
     ratios[37], ratios[61] = 0.2, 1.5
-    told = [record(i + 1, layers={"name": ["a", "b"], "ratio": [r, 1.0]}) for i, r in enumerate(ratios)]
-    made = heat(run_of(*told), "ratio", 20, middle=1.0)
-    assert made is not None
-    assert len(made["steps"]) == 10
-    assert made["layers"] == ["a", "b"]
-    assert {0.2, 1.5} <= set(made["rows"][0])
-    assert set(made["rows"][1]) == {1}
-    assert heat(run_of(*told[:10]), "ratio", 20, middle=1.0) is None  # r never moved
-    assert heat(run_of(*told), "residual_over_momentum", 20, None) is None
+    told = [record(i + 1, layers={"name": ["a", "b", "c"], "ratio": [1.0, r, math.nan]}) for i, r in enumerate(ratios)]
+    assert layer_values(run_of(*told), "ratio")["b"][37] == (0.2, 38)
+    table = layers([run_of(*told)])
+    assert table.count("<details>") == 1
+    assert "<th scope=row>b</th><td>1</td><td>1</td><td>1.5, step 62</td><td>1</td></tr><tr><th scope=row>a" in table
+    assert layers([run_of(*told[:10])]) == "<p>None were recorded.</p>"  # r never moved
 
 
-def test_a_map_is_empty_where_a_new_warmup_lies_between_two_records():
-    phases = ["compression"] * 4 + ["warmup"] * 4 + ["compression"] * 4
-    layers = {"name": ["a"], "residual_over_momentum": [0.5]}
-    told = [record(i + 1, phase=p, **({"layers": layers} if i in (1, 3, 9, 11) else {})) for i, p in enumerate(phases)]
-    made = heat(run_of(*told), "residual_over_momentum", 100, None)
-    assert made is not None
-    assert list(zip(made["steps"], made["rows"][0], strict=True)) == [
-        (2, 0.5), (4, 0.5), (5, None), (10, 0.5), (12, 0.5),
-    ]  # fmt: skip
-
-
-def test_a_map_has_no_gaps_where_phases_alternate(tmp_path: Path):
-    layers = {"name": ["a"], "residual_over_momentum": [0.5]}
-    seen = [
-        record(i, phase=("local", "one-bit")[i % 2], **({"layers": layers} if i % 10 == 1 else {}))
-        for i in range(1, 900)
-    ]
-    made = heat(run_of(*seen), "residual_over_momentum", 1000, None)
-    assert made is not None
-    assert None not in made["rows"][0]
-    told = [record(i, phase="abc"[i % 3] if i % 100 < 99 else "full", layers=layers) for i in range(1, 3001)]
-    assert bands(run_of(*told)) == [[1, 3000, "b + c + a + full"]]  # as they came
-
-
-def test_many_runs_get_fewer_points_each():
-    assert points_for(1) == points_for(6) == 1500
-    assert points_for(30) == 300
+# ---------------------------------------------------------------- files
 
 
 def test_steps_written_twice_or_out_of_order_count_once_the_last_one_written(tmp_path: Path):

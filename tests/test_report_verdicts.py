@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
 
 import pytest
 from report_pages import record, write
 
-from fusedonebit.apps.pictures import METHODS
-from fusedonebit.apps.report import page_tables
 from fusedonebit.apps.report.page import build
 from fusedonebit.apps.report.read import Run, read_runs
 from fusedonebit.apps.report.verdicts import baseline, judge, section
-
-CSS = Path(page_tables.__file__).with_name("page.css").read_text()
 
 
 def runs_of(folder: Path, *records: dict) -> list[Run]:
@@ -88,7 +84,8 @@ def test_a_baseline_is_the_only_uncompressed_run_of_the_folder_or_of_all(tmp_pat
     assert baseline(alone, [alone]) is None
 
 
-def test_names_of_runs_are_text_on_the_page(tmp_path: Path):
+def test_names_of_runs_are_text_on_the_page(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # pages in milliseconds
     runs = runs_of(tmp_path, record(1, "<script>"), record(10, "<script>"))
     page = build(runs, "title")
     assert section(runs) in page
@@ -96,16 +93,3 @@ def test_names_of_runs_are_text_on_the_page(tmp_path: Path):
     assert section(runs_of(tmp_path / "nothing", {"optimizer": "x", "step": 1})) == (
         "<p>Nothing was recorded that can be judged.</p>"
     )
-
-
-def test_a_known_method_has_its_colour_of_the_pictures_and_no_two_runs_share_one(tmp_path: Path):
-    names = ("zero-one-adam", "mine", "onebit-adam", "adamw")
-    runs = runs_of(tmp_path, *(record(1, name) for name in names))
-    slots = page_tables.colours(runs)
-    assert slots == [0, 2, 1, 6]
-    again = page_tables.colours([*runs, *runs])
-    assert again[:4] == slots
-    assert len(set(again)) == 8
-    root = re.search(r":root \{.*?\n\}", CSS, re.DOTALL)[0]
-    for name in ("zero-one-adam", "onebit-adam", "onebit-lion", "onebit-lamb", "marsit"):
-        assert f"--run-{page_tables.METHODS[name]}: {METHODS[name]};" in root, name

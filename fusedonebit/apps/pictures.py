@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import matplotlib
 
@@ -65,7 +66,7 @@ def clear(axes: Iterable[Axes]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Figure, path: Path, dpi: int = 150) -> None:
+def save(figure: Figure, path: Path | BinaryIO, dpi: int = 150) -> None:
     """Write a picture to a PNG, and forget it."""
     figure.savefig(path, dpi=dpi)
     plt.close(figure)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Callable
+import re
+import sys
 from pathlib import Path
-from typing import Any
 
-from ..parsing import InputError, printable
-from .page import build
-from .page_tables import in_bytes
-from .read import read_runs, size_of
+from ..parsing import InputError, listed, printable
+from ..units import size
+from .page import MADE, build
+from .read import Run, metrics_of, read_runs
 
 DESCRIPTION = (
     "Make one self-contained HTML page, which opens offline, of one or several runs: losses, phases, bytes, "
-    "compression error, layers over time, settings and versions."
+    "compression error, layers, settings and versions."
 )
-PATIENCE = 0.8
-"""Seconds after which progress is shown."""
-
 NAME = "report.html"
+LARGE = 100e6
+"""Bytes that take seconds to read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folders", nargs="+", metavar="DIR", help="with metrics.jsonl, as train --out or a Recorder leaves it")
     add("--out", metavar="FILE", help=f"the page (default: DIR/{NAME}; of several folders {NAME} here)")
     add("--title", default="Training runs", metavar="TEXT", help="of the page")
+    add("--runs", metavar="A,B", help="only these of the runs, by name")
+    add("--steps", type=_steps, metavar="A:B", help="look closer: pictures of these steps alone")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"must be a first and a last step, as 100:200, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,78 +46,39 @@ def run(arguments: argparse.Namespace) -> int:
         InputError: if a folder holds no run, or can't be looked at, or the page can't be written.
     """
     try:
-        return _run(arguments, _target(arguments))
-    except OSError as error:
-        raise InputError(f"{error.filename or 'a file'} can't be used: {error.strerror or error}") from error
-
-
-def _run(arguments: argparse.Namespace, out: Path) -> int:
-    with _Progress(size_of(arguments.folders)) as progress:
-        runs = read_runs(arguments.folders, progress.read)
-        page = build(runs, arguments.title, progress.drawn(len(runs)))
-    content = page.encode("utf-8", "replace")
-    try:
+        out = _target(arguments)
+        total = sum(metrics_of(folder).stat().st_size for folder in arguments.folders)
+        if total > LARGE:
+            print(f"reading {size(total)}", file=sys.stderr)
+        runs = _chosen(read_runs(arguments.folders), listed(arguments.runs))
+        content = build(runs, arguments.title, arguments.steps).encode("utf-8", "replace")
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(content)
     except OSError as error:
-        raise InputError(f"--out {out} can't be written: {error.strerror or error}; choose another file") from error
+        raise InputError(f"{error.filename or 'a file'} can't be used: {error.strerror or error}") from error
     damaged = sum({r.folder: r.damaged for r in runs}.values())
     more = f", {damaged} damaged lines passed over" if damaged else ""
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    print(f"wrote {printable(str(out))}: {in_bytes(len(content))}, {count}{more}")
+    print(f"wrote {printable(str(out))}: {size(len(content))}, {count}{more}")
     return 0
 
 
+def _chosen(runs: list[Run], names: list[str]) -> list[Run]:
+    for name in names:
+        if not any(name in (run.name, run.label) for run in runs):
+            raise InputError(f"--runs must be of {', '.join(run.label for run in runs)}, got {name!r}")
+    return [run for run in runs if not names or {run.name, run.label} & {*names}]
+
+
 def _target(arguments: argparse.Namespace) -> Path:
+    """Return the file to write: none that exists already, but a page that this command has made."""
+    first = Path(arguments.folders[0])
+    alone = len({os.path.realpath(folder) for folder in arguments.folders}) == 1
+    out = (first if first.is_dir() else first.parent) / NAME if alone else Path(NAME)
     if arguments.out is not None:
         out = Path(arguments.out)
         if out.is_dir():
             raise InputError(f"--out must be a file to write, got the folder {arguments.out}; add /{NAME}")
-        return out
-    first = Path(arguments.folders[0])
-    alone = len({os.path.realpath(folder) for folder in arguments.folders}) == 1
-    folder = first if first.is_dir() else first.parent
-    return folder / NAME if alone else Path(NAME)
-
-
-class _Progress:
-    """A bar on a terminal, if it takes long; nothing where rich is missing."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._began, self._done = max(total, 1), time.monotonic(), 0.0
-        self._bars: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-
-    def read(self, count: int) -> None:
-        """Note bytes that were read; reading is two thirds of the work."""
-        self._advance(count / self._total * 2 / 3)
-
-    def drawn(self, runs: int) -> Callable[[], None]:
-        """Return what is to be called when a run has been made ready to draw."""
-        return lambda: self._advance(1 / 3 / runs)
-
-    def _advance(self, share: float) -> None:
-        self._done += share
-        if self._bars is None and time.monotonic() - self._began > PATIENCE:
-            self._show()
-        if self._bars is not None:
-            self._bars.update(self._task, completed=self._done)
-
-    def _show(self) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import Progress
-        except ImportError:
-            self._began = float("inf")
-            return
-        console = Console(stderr=True)
-        self._bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._bars.start()
-        self._task = self._bars.add_task("reading and drawing", total=1.0)
+    if out.is_file() and out.stat().st_size and MADE not in out.read_text("utf-8", "replace"):
+        raise InputError(f"--out {out} is there already, and no page of this command; choose another file")
+    return out

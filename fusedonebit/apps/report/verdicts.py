@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Literal, NamedTuple
 
-from .page_tables import in_bytes, last, number, saving
+from ..units import size
+from .page_tables import number, saving
 from .read import Run
 
 SAVES = 1.05
@@ -37,78 +38,56 @@ def section(runs: Sequence[Run]) -> str:
 
 
 def judge(run: Run, base: Run | None = None) -> list[Verdict]:
-    """Return what can be said of a run.
-
-    Args:
-        run: Whose record is judged.
-        base: What it is compared with, as ``baseline`` finds it.
-    """
-    found = [_loss(run), _bytes(run), *_interruptions(run), _trend(run)]
-    if base is not None and base is not run:
-        found.append(_beside(run, base))
-    return [each for each in found if each is not None]
+    """Return what can be said of a run, beside the one that ``baseline`` finds."""
+    return [*_losses(run), *_bytes(run), *_interruptions(run), *_held_out(run, base)]
 
 
 def baseline(run: Run, runs: Sequence[Run]) -> Run | None:
     """Return the one run of the same folder, or else of all, that has compressed nothing; None if there is not one."""
-    found = [each for each in runs if each.phases == ["uncompressed"]]
+    found = [each for each in runs if list(each.phases) == ["uncompressed"]]
     beside = [each for each in found if each.folder == run.folder]
     return next((some[0] for some in (beside, found) if len(some) == 1), None)
 
 
-def _loss(run: Run) -> Verdict | None:
+def _losses(run: Run) -> Iterator[Verdict]:
     losses = run.get("loss")
     if losses.steps and not math.isfinite(losses.values[-1]):
-        return Verdict("bad", f"ended with a loss that is no number, at step {losses.steps[-1]:,}.")
-    return None
+        yield Verdict("bad", f"ended with a loss that is no number, at step {losses.steps[-1]:,}.")
 
 
-def _bytes(run: Run) -> Verdict | None:
-    fewer = saving(run)
-    if run.phases == ["warmup"]:
-        return Verdict("bad", f"has not compressed yet: all its {run.last_step:,} steps were warm-up.")
-    if fewer is None or run.phases == ["uncompressed"]:
-        return None
-    sent = in_bytes(last(run, "bytes_total"))
-    if fewer < SAVES:
-        return Verdict("bad", f"sent {sent}, no fewer bytes than float32 gradients would have taken.")
-    return Verdict("good", f"sent {sent}, {number(fewer, 3)} times less than float32 gradients would have taken.")
+def _bytes(run: Run) -> Iterator[Verdict]:
+    fewer, sent = saving(run), size(run.last("bytes_total") or 0)
+    if list(run.phases) == ["warmup"]:
+        yield Verdict("bad", f"has not compressed yet: all its {run.last_step:,} steps were warm-up.")
+    elif fewer is not None and list(run.phases) != ["uncompressed"]:
+        if fewer < SAVES:
+            yield Verdict("bad", f"sent {sent}, no fewer bytes than float32 gradients would have taken.")
+        else:
+            yield Verdict(
+                "good", f"sent {sent}, {number(fewer, 3)} times less than float32 gradients would have taken."
+            )
 
 
-def _interruptions(run: Run) -> list[Verdict]:
-    refused = last(run, "vetoed_steps") or 0
-    skipped = (last(run, "skipped_steps") or 0) - refused
-    found = []
+def _interruptions(run: Run) -> Iterator[Verdict]:
+    refused = run.last("vetoed_steps") or 0
+    skipped = (run.last("skipped_steps") or 0) - refused
     if skipped > 0:
-        found.append(Verdict("bad", f"skipped {number(skipped)} of {run.last_step:,} steps: a gradient was no number."))
+        yield Verdict("bad", f"skipped {number(skipped)} of {run.last_step:,} steps: a gradient was no number.")
     if refused > 0:
-        found.append(Verdict("bad", f"had {number(refused)} updates refused by the guard: they would have diverged."))
-    return found
+        yield Verdict("bad", f"had {number(refused)} updates refused by the guard: they would have diverged.")
 
 
-def _held_out(run: Run) -> list[tuple[int, float]]:
-    told = run.get("held_out_loss")
-    return [(step, loss) for step, loss in zip(told.steps, told.values, strict=True) if math.isfinite(loss)]
-
-
-def _trend(run: Run) -> Verdict | None:
-    held = _held_out(run)
-    if len(held) < 2:
-        return None
-    step, best = min(held, key=lambda each: each[1])
-    risen = held[-1][1] / best - 1 if best > 0 else 0.0
-    if risen <= RISEN:
-        return None
-    return Verdict("bad", f"has a held-out loss {risen:.1%} above its best, which was at step {step:,}.")
-
-
-def _beside(run: Run, base: Run) -> Verdict | None:
-    """Compare held-out losses at the last step that both have."""
-    ours, theirs = dict(_held_out(run)), dict(_held_out(base))
+def _held_out(run: Run, base: Run | None) -> Iterator[Verdict]:
+    """Compare a held-out loss with the run's own best, and with another's at the last step that both have."""
+    ours, theirs = dict(run.get("held_out_loss").finite()), dict(base.get("held_out_loss").finite() if base else ())
+    if ours:
+        best = min(ours, key=ours.__getitem__)
+        risen = list(ours.values())[-1] / ours[best] - 1 if ours[best] > 0 else 0.0
+        if risen > RISEN:
+            yield Verdict("bad", f"has a held-out loss {risen:.1%} above its best, which was at step {best:,}.")
     shared = ours.keys() & theirs.keys()
-    if not shared or not theirs[max(shared)] > 0:
-        return None
-    step = max(shared)
-    above = ours[step] / theirs[step] - 1
-    where = f"{abs(above):.1%} {'above' if above > 0 else 'below'} that of {base.label}, at step {step:,}"
-    return Verdict("good" if above <= AS_GOOD else "bad", f"has a held-out loss {where}.")
+    if base is not None and base is not run and shared and theirs[max(shared)] > 0:
+        step = max(shared)
+        above = ours[step] / theirs[step] - 1
+        where = f"{abs(above):.1%} {'above' if above > 0 else 'below'} that of {base.label}, at step {step:,}"
+        yield Verdict("good" if above <= AS_GOOD else "bad", f"has a held-out loss {where}.")
