@@ -71,13 +71,13 @@ def test_the_running_mean_begins_with_the_curve_and_passes_over_what_is_no_numbe
 
 
 def test_losses_over_bytes_are_at_what_had_been_sent_up_to_their_step(axis):
-    told = [{"step": 1, "loss": 3.0}, {"step": 2, "bytes_total": 10}, {"step": 3, "loss": 2.0, "held_out_loss": 1.5}]
-    told += [{"step": 5, "bytes_total": 70}, {"step": 9, "loss": 1.0}]
+    told = [{"step": 1, "loss": 3.0}, {"step": 2, "bytes_total": 10}, {"step": 3, "loss": 2.0, "bytes_total": 20}]
+    told += [{"step": 5, "bytes_total": 70}, {"step": 9, "loss": 1.0, "held_out_loss": 1.5}]
     Pictures([run_of(*told)]).losses(axis, by_bytes=True)
-    assert curve(axis, "one")[0].tolist() == [0, 10, 70]
+    assert curve(axis, "one")[0].tolist() == [0, 20, 70]
     assert axis.get_xscale() == "log"
     (held_out,) = (line for line in axis.get_lines() if line.get_marker() == "o")
-    assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == ([10], [1.5])
+    assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == ([70], [1.5])
 
 
 def test_bits_floats_and_other_steps_are_told_apart_and_a_line_stands_where_bits_begin(axis):
@@ -129,6 +129,18 @@ def test_of_many_runs_ten_are_named_and_the_others_counted(monkeypatch):
         next(Pictures([bare, *(run_of(record(1), label=f"run{i}") for i in range(count))]).all())
     named = [f"run{i}" for i in range(10)]
     assert [(len(handles), names) for handles, names in legends] == [(10, named), (11, [*named, "and 4 more runs"])]
+
+
+@pytest.mark.parametrize("name", ["$\\frac{$", "_one", "\ud800\x1b[2J", "\u65e5" * 99])
+def test_names_that_are_no_plain_text_are_drawn_as_such(name, monkeypatch):
+    legends = []
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda figure, handles, names, **more: legends.append(names))
+    run = run_of(record(1, phase=name) | {name: 2.0}, label=name)
+    assert [picture.title for picture in Pictures([run]).all()][-2:] == [name, "Phases"]
+    ((told,), *_) = legends
+    assert told.isprintable()
+    assert not told.startswith("_")
+    assert len(told) <= 45
 
 
 def test_a_known_method_has_its_colour_of_the_pictures_and_no_two_runs_look_alike():
