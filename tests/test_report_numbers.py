@@ -43,7 +43,7 @@ def marks(axis: Axes, sign: str) -> list[int]:
     return [int(x) for line in axis.get_lines() if line.get_marker() == sign for x in line.get_xdata()]
 
 
-def test_a_single_spike_and_a_single_nan_in_100000_steps_are_drawn(axis):
+def test_one_spike_and_one_nan_in_100000_steps_are_drawn(axis):
     values = [math.sin(i / 1000) for i in range(100_000)]
     values[54_321], values[70_000] = 99.0, math.nan
     spiked = run_of(*({"step": i + 1, "loss": y} for i, y in enumerate(values)))
@@ -62,7 +62,7 @@ def test_a_single_spike_and_a_single_nan_in_100000_steps_are_drawn(axis):
     assert 0.5 < share < 0.65
 
 
-def test_the_running_mean_begins_with_the_curve_and_passes_over_what_is_no_number(axis):
+def test_the_running_mean_passes_over_what_is_no_number(axis):
     losses = [5.0] + [3.0, math.nan, 1.0] * 2000
     Pictures([run_of(*({"step": i + 1, "loss": y} for i, y in enumerate(losses)))]).losses(axis)
     x, y = curve(axis, "one")
@@ -70,7 +70,7 @@ def test_the_running_mean_begins_with_the_curve_and_passes_over_what_is_no_numbe
     assert y[-1] == pytest.approx(2.0, abs=0.2)
 
 
-def test_losses_over_bytes_are_at_what_had_been_sent_up_to_their_step(axis):
+def test_losses_over_bytes_are_at_bytes_sent_up_to_their_step(axis):
     told = [{"step": 1, "loss": 3.0}, {"step": 2, "bytes_total": 10}, {"step": 3, "loss": 2.0, "bytes_total": 20}]
     told += [{"step": 5, "bytes_total": 70}, {"step": 9, "loss": 1.0, "held_out_loss": 1.5}]
     Pictures([run_of(*told)]).losses(axis, by_bytes=True)
@@ -80,7 +80,7 @@ def test_losses_over_bytes_are_at_what_had_been_sent_up_to_their_step(axis):
     assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == ([70], [1.5])
 
 
-def test_bits_floats_and_other_steps_are_told_apart_and_a_line_stands_where_bits_begin(axis):
+def test_phases_are_told_apart_and_a_line_is_where_bits_begin(axis):
     phases = ["warmup"] * 3 + ["compression"] * 3 + ["warmup", "local", "one-bit", "local"]
     run = run_of(*(record(i + 1, phase=name) for i, name in enumerate(phases)))
     assert sent(run)[1].tolist() == [0, 0, 0, 2, 2, 2, 0, 1, 2, 1]
@@ -92,7 +92,7 @@ def test_bits_floats_and_other_steps_are_told_apart_and_a_line_stands_where_bits
     assert [text.get_text() for text in axis.get_yticklabels()] == ["one\nwarmup, compression, local, one-bit"] * 2
 
 
-def test_skipped_steps_are_marked_where_their_count_rises_and_none_is_lost(axis):
+def test_skipped_steps_are_marked_where_their_count_rises(axis):
     counts = [0, 1, 1, 4, 0, 1]  # resumed before the fifth, and counted anew
     vetoes = [0, 0, 0, 2, 0, 0]
     told = (record(i + 1, skipped_steps=c, vetoed_steps=v) for i, (c, v) in enumerate(zip(counts, vetoes, strict=True)))
@@ -107,7 +107,7 @@ def test_skipped_steps_are_marked_where_their_count_rises_and_none_is_lost(axis)
     ("values", "scale", "least"),
     [([1, 31], "log", None), ([1, 30], "linear", 0), ([0, 50], "linear", 0), ([-1, 5], "linear", -1.3)],
 )
-def test_an_axis_is_logarithmic_where_positive_values_differ_thirty_times(axis, values, scale, least):
+def test_an_axis_is_logarithmic_where_values_differ_much(axis, values, scale, least):
     Pictures([run_of(*({"step": i, "x": y} for i, y in enumerate(values)))]).numbers(axis, "x")
     assert axis.get_yscale() == scale
     assert least is None or axis.get_ylim()[0] == pytest.approx(least)
@@ -143,7 +143,7 @@ def test_names_that_are_no_plain_text_are_drawn_as_such(name, monkeypatch):
     assert len(told) <= 45
 
 
-def test_a_known_method_has_its_colour_of_the_pictures_and_no_two_runs_look_alike():
+def test_a_method_has_its_colour_and_no_two_runs_look_alike():
     names = ("zero-one-adam", "mine", "onebit-adam", "adamw", "OneBitLamb", "MarsitSGD")
     found = styles([run_of(record(1), name=name) for name in names])
     known = ("zero-one-adam", None, "onebit-adam", "adamw", "onebit-lamb", "marsit")
@@ -155,7 +155,7 @@ def test_a_known_method_has_its_colour_of_the_pictures_and_no_two_runs_look_alik
 # ---------------------------------------------------------------- layers
 
 
-def test_layers_have_their_greatest_value_and_its_step_the_greatest_first():
+def test_layers_have_their_greatest_value_the_greatest_first():
     ratios = [1.0] * 100
     ratios[37], ratios[61] = 0.2, 1.5
     told = [record(i + 1, layers={"name": ["a", "b", "c"], "ratio": [1.0, r, math.nan]}) for i, r in enumerate(ratios)]
@@ -169,7 +169,7 @@ def test_layers_have_their_greatest_value_and_its_step_the_greatest_first():
 # ---------------------------------------------------------------- files
 
 
-def test_steps_written_twice_or_out_of_order_count_once_the_last_one_written(tmp_path: Path):
+def test_steps_written_twice_count_once_the_last_one_written(tmp_path: Path):
     steps = [1, 2, 3, 2, 3, 4]
     write(tmp_path / "run", [record(step, loss=float(i)) for i, step in enumerate(steps)])
     (run,) = read_runs([str(tmp_path / "run")])
@@ -177,7 +177,7 @@ def test_steps_written_twice_or_out_of_order_count_once_the_last_one_written(tmp
     assert list(run.get("loss").values) == [0, 3, 4, 5]
 
 
-def test_runs_are_named_apart_by_as_much_of_their_paths_as_it_takes(tmp_path: Path):
+def test_runs_are_named_apart_by_as_much_path_as_it_takes(tmp_path: Path):
     for folder in ("a/x", "b/x", "b/y"):
         write(tmp_path / folder, [record(1, name="adam"), record(1, name="lamb")])
     one = read_runs([str(tmp_path / "a/x")])

@@ -60,9 +60,7 @@ def test_a_held_out_loss_that_has_risen_is_bad(tmp_path: Path, held_out: float, 
     ("held_out", "kind", "where"),
     [(2.018, "good", "0.9% above"), (2.04, "bad", "2.0% above"), (1.9, "good", "5.0% below")],
 )
-def test_a_run_is_compared_with_the_uncompressed_one_at_the_last_step_of_both(
-    tmp_path: Path, held_out: float, kind: str, where: str
-):
+def test_runs_are_compared_at_the_last_step_of_both(tmp_path: Path, held_out: float, kind: str, where: str):
     adamw, ours = runs_of(
         tmp_path,
         record(4, "adamw", phase="uncompressed", held_out_loss=2.0),
@@ -74,7 +72,7 @@ def test_a_run_is_compared_with_the_uncompressed_one_at_the_last_step_of_both(
     assert texts(adamw, adamw) == []
 
 
-def test_a_baseline_is_the_only_uncompressed_run_of_the_folder_or_of_all(tmp_path: Path):
+def test_a_baseline_is_the_only_uncompressed_run(tmp_path: Path):
     here = runs_of(tmp_path / "here", record(1, "adamw", phase="uncompressed"), record(1, "ours"))
     there = runs_of(tmp_path / "there", record(1, "lamb", phase="uncompressed"), record(1, "ours"))
     (alone,) = runs_of(tmp_path / "alone", record(1, "ours"))
