@@ -111,8 +111,8 @@ class RoundCount(Part):
         if header.get("local") and header["world_size"] != world_size:
             raise ValueError(
                 f"the checkpoint's world_size is {header['world_size']}, but here it is {world_size}; "
-                f"it was written after {header['local']} steps of a round, between which parameters differ from rank "
-                "to rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
+                f"it was written after {header['local']} local steps of a round, whose parameters differ from rank to "
+                "rank: save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it"
             )
 
     def resume(self, header: Mapping[str, Any]) -> None:
