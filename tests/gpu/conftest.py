@@ -7,10 +7,15 @@ CPU tensors, the kernels interpreted, at the smallest sizes.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from gpu_runs import LARGE_SHAPES, SHAPES
+
+from fusedonebit.comm import TorchTransport, Transport
 
 HERE = Path(__file__).parent
 CUDA = torch.cuda.is_available()
@@ -48,3 +53,21 @@ def device() -> torch.device:
 def small_only() -> bool:
     """Whether sizes above a few thousand elements would take minutes, in the interpreter."""
     return DRY_RUN
+
+
+@pytest.fixture
+def shapes(small_only: bool) -> tuple[tuple[int, ...], ...]:
+    return SHAPES if small_only else LARGE_SHAPES
+
+
+@pytest.fixture
+def nccl(device: torch.device, tmp_path) -> Iterator[Callable[[], Transport]]:
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield lambda: TorchTransport(None, torch.device("cuda", 0))
+    finally:
+        dist.destroy_process_group()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from optimizers import UNGUARDED, objects
 from torch import Tensor
 
 from fusedonebit import Lamb, OneBitAdam, OneBitLamb
-from fusedonebit.comm import TorchTransport, Transport
+from fusedonebit.comm import Transport
 
 SHAPES = ((7,), (33, 40), (1024,), (1,), (0,), (3, 5, 7))
 
@@ -36,11 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture
-def shapes(small_only: bool) -> tuple[tuple[int, ...], ...]:
-    return SHAPES if small_only else LARGE_SHAPES
 
 
 class Run:
@@ -82,16 +74,3 @@ class Run:
 def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
-
-
-@pytest.fixture
-def nccl(device: torch.device, tmp_path) -> Iterator[Callable[[], Transport]]:
-    if not dist.is_nccl_available():
-        pytest.skip("this torch has no NCCL")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield lambda: TorchTransport(None, torch.device("cuda", 0))
-    finally:
-        dist.destroy_process_group()

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_runs import nccl
 from torch import Tensor
 
 from fusedonebit.comm import Transport
 
-__all__ = ["nccl"]  # a fixture
 pytestmark = pytest.mark.cuda_only
 BYTES = 48 * 1024 + 16
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_runs import FREEZE, KINDS, Run, assert_equal, every_kind, nccl, shapes
+from gpu_runs import FREEZE, KINDS, Run, assert_equal, every_kind
 from torch import Tensor
 
 from fusedonebit import amp
 from fusedonebit.comm import Transport
 
-__all__ = ["nccl", "shapes"]  # fixtures
 pytestmark = [pytest.mark.cuda_only, pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")]
 STEPS = FREEZE + 30
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import Run, assert_equal, nccl, shapes  # noqa: F401
+from gpu_runs import Run, assert_equal
 from torch import Tensor
 
 from fusedonebit import MarsitAdam, MarsitSGD
@@ -37,7 +37,7 @@ class Rounds(Run):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
-def test_four_ranks_stay_equal_and_kernels_equal_eager(device, shapes, kind, dtype):  # noqa: F811
+def test_four_ranks_stay_equal_and_kernels_equal_eager(device, shapes, kind, dtype):
     def each(rank: int, transport: Transport) -> tuple[list[Tensor], dict]:
         run = Rounds(device, shapes, rank, transport, dtype, **KINDS[kind])
         return run.steps(0, 18, nan_at=7 if rank == 3 else None), run.optimizer.stats()
@@ -55,7 +55,7 @@ def test_four_ranks_stay_equal_and_kernels_equal_eager(device, shapes, kind, dty
 
 @pytest.mark.cuda_only
 @every_kind
-def test_no_step_of_a_round_waits_for_the_device(device, shapes, kind):  # noqa: F811
+def test_no_step_of_a_round_waits_for_the_device(device, shapes, kind):
     run = Rounds(device, shapes, **{**KINDS[kind], "topology": "ring"})
     run.steps(0, 16)
     run.set_gradients(99)
@@ -70,14 +70,14 @@ def test_no_step_of_a_round_waits_for_the_device(device, shapes, kind):  # noqa:
 
 
 @pytest.mark.cuda_only
-def test_rounds_over_nccl_on_one_rank_equal_those_without_it(device, shapes, nccl):  # noqa: F811
+def test_rounds_over_nccl_on_one_rank_equal_those_without_it(device, shapes, nccl):
     expected = Rounds(device, shapes, make=MarsitSGD).steps(0, 12)
     assert_equal(Rounds(device, shapes, transport=nccl(), make=MarsitSGD).steps(0, 12), expected)
 
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("aggregation", ["signsgd", "ef-signsgd", "ssdm"])
-def test_the_baselines_run_on_cuda(device, shapes, aggregation):  # noqa: F811
+def test_the_baselines_run_on_cuda(device, shapes, aggregation):
     def each(rank: int, transport: Transport) -> list[Tensor]:
         run = Run(device, shapes, rank, transport)
         run.optimizer = BaselineSGD(run.params, 1e-2, aggregation=aggregation, process_group=transport)
