@@ -193,7 +193,11 @@ class BatchedAllReduce(WorkerAllReduce):
 
 
 class BatchedRounds(BitRounds):
-    """All workers' rounds: in local steps each moves parameters, momentum and residual of its own."""
+    """All workers' rounds: in local steps each moves parameters, momentum and residual of its own.
+
+    Attributes:
+        others: Parameters, momentum and variance of each worker but this one, whose optimizer it is.
+    """
 
     def stand_for(self, others: Sequence[Sequence[Tensor]]) -> None:
         """Move the ``others``' parameters as well, each worker's in this one's order."""

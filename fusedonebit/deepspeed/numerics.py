@@ -68,6 +68,7 @@ class DeepSpeedBitRounds(SharedRounds):
 
     def __init__(self, **of_rounds: Any) -> None:
         super().__init__(**of_rounds)
+        self.bits.waits = False
         self._update, self._was_frozen = AdamUpdate(self.frame, self.moments), False
 
     def is_frozen(self) -> bool:
@@ -156,7 +157,6 @@ class DeepSpeedLocalAdam(LocalAdam):
             raise ValueError(f"variance_policy must be a DeepSpeedVariance with DeepSpeed's numerics, got {policy!r}")
 
     def make_rounds(self, of_rounds: dict[str, Any]) -> DeepSpeedBitRounds:
-        self.bits.waits = False
         return DeepSpeedBitRounds(**of_rounds)
 
     def enter_stage(self) -> bool:
