@@ -268,7 +268,7 @@ def test_within_a_round_a_checkpoint_is_for_as_many_ranks_only(tmp_path):
         assert kind is ValueError
         assert "after 1 local steps of a round each rank has parameters of its own" in text
         assert other_kind is ValueError
-        assert "the checkpoint's world_size is 3, but here it is 2; it was written after 1 steps of a round" in other
+        assert "the checkpoint's world_size is 3, but here it is 2; it was written after 1 local steps of a" in other
         assert "save when stats()['local_steps'] is 0, or resume with as many ranks as wrote it" in other
 
 
