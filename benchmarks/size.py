@@ -84,7 +84,7 @@ def of_distributions() -> Numbers:
         build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
         subprocess.run([sys.executable, "-c", build, folder], cwd=ROOT, capture_output=True, check=True)
         (sdist,) = Path(folder).glob("*.tar.gz")
-        how = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
+        how = ("--quiet", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
         subprocess.run([sys.executable, "-m", "pip", "wheel", *how, sdist], capture_output=True, check=True)
         (wheel,) = Path(folder).glob("*.whl")
         return {"sdist_kb": sdist.stat().st_size // 1000, "wheel_kb": wheel.stat().st_size // 1000}
