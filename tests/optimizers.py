@@ -27,7 +27,7 @@ from fusedonebit import (
 )
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.deepspeed.config import DeepSpeedLayerwise
-from fusedonebit.optim.policies import DoublingRounds, DoublingVariance
+from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep, FixedRounds
 
 OBJECTS = {"numerics": Numerics, "wire": Wire, "faults": Faults, "layerwise": Layerwise, "rounds": Rounds}
 
@@ -105,6 +105,24 @@ MAKE: dict[str, Callable[..., Any]] = {
     "OneBitLion": by_name(OneBitLion),
 }
 """Every optimizer; two steps later what it sends is bits."""
+
+WAYS: dict[str, Callable[..., Any]] = MAKE | {
+    "OneBitAdam, living": by_name(OneBitAdam, variance="shared", warmup=2, guard="off"),
+    "OneBitLamb, living": by_name(OneBitLamb, variance="shared", warmup=2, guard="off"),
+    "OneBitLion, mean": by_name(OneBitLion, aggregation="mean"),
+    "ZeroOneAdam, one scale": by_name(
+        ZeroOneAdam,
+        variance_policy=DoublingVariance(1),
+        sync_policy=EveryStep(),
+        scale_scope="global",
+        precondition=False,
+    ),
+    "ZeroOneAdam, rounds of 3": by_name(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=FixedRounds(3)),
+    "ZeroOneAdam, own, rounds of 3": by_name(ZeroOneAdam, sync_policy=FixedRounds(3)),
+    "MarsitSGD, rounds of 3": by_name(MarsitSGD, momentum=0.9, local_steps=3, full_precision_every=2),
+    "MarsitAdam, owner, rounds of 2": by_name(MarsitAdam, topology="owner", local_steps=2, full_precision_every=3),
+}
+"""Every optimizer in each way that makes other steps of it: other variances, votes, scales, rounds of several steps."""
 
 EACH_ONEBIT = pytest.mark.parametrize("name", ONEBIT)
 

@@ -32,6 +32,10 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
         ({"lr": 10**400}, "lr must be a finite number >= 0, got 10+, which is infinite in float32"),
         ({"eps": 1e39}, r"eps must be a finite number >= 0, got 1e\+39, which is infinite in float32"),
         ({"lr": torch.ones(2)}, r"lr must be a number or a tensor of one element, got shape \(2,\)"),
+        *(
+            ({"lr": torch.tensor(lr)}, "lr must be a finite number >= 0, got")
+            for lr in (-1.0, float("nan"), float("inf"))
+        ),
         ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\), got \(1.0, 0.9\)"),
         ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
         ({"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0.9"),
@@ -252,6 +256,11 @@ def reshape(p: Parameter, model: torch.nn.Module) -> None:
     p.data = torch.randn(5)
 
 
+def turn(p: Parameter, model: torch.nn.Module) -> None:
+    p.grad = None
+    p.data = p.data.t().contiguous().t()
+
+
 def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
     model.bias.requires_grad_(True)
 
@@ -275,6 +284,7 @@ def unfreeze(p: Parameter, model: torch.nn.Module) -> None:
             reshape,
             r"parameter 0 \(weight\) was torch.float32 \(4, 3\) on cpu .* but now is torch.float32 \(5,\) on cpu",
         ),
+        (turn, r"parameter 0 \(weight\) was torch.float32 \(4, 3\) on cpu"),
         (unfreeze, r"parameter 1 \(bias\) requires gradients now but did not when .*; make the optimizer first"),
     ],
 )
@@ -292,6 +302,34 @@ def test_what_changed_since_construction_is_named_before_a_step(name, spoil, mes
     assert optimizer.stats()["step"] == 3
     if spoil in (sparse_gradient, wrong_shape, unfreeze):
         assert torch.equal(model.weight, before)
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("given", ["tensor", "none", "number"])
+def test_params_that_are_no_list_on_one_rank_raise_on_all(given):
+    first, other = simulate(with_bad_params, 2, given)
+    assert "params" in first
+    assert "failed on rank 0" in other
+
+
+def with_bad_params(rank: int, transport: Transport, given: str) -> str:
+    bad = {"tensor": torch.ones(3), "none": None, "number": [{"params": 5}]}[given]
+    with pytest.raises((TypeError, ValueError)) as error:
+        OneBitAdam(bad if rank == 0 else make((3, 5)), freeze_step=1, process_group=transport)
+    return str(error.value)
+
+
+def test_a_mask_on_one_rank_only_is_named():
+    for text in simulate(with_own_mask, 2):
+        assert "the mask of parameter 0 is none on rank 0 but checksum" in text
+
+
+def with_own_mask(rank: int, transport: Transport) -> str:
+    params = make((3, 5))
+    mask = {params[0]: torch.ones(3, 5, dtype=torch.bool)} if rank else None
+    with pytest.raises(ValueError, match="ranks differ") as error:
+        OneBitAdam(params, freeze_step=1, numerics=Numerics(mask=mask), process_group=transport)
+    return str(error.value)
 
 
 @EACH_ONEBIT

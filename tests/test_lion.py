@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from optimizers import objects
 from ranks import run_ranks
 
-from fusedonebit import Numerics, OneBitAdam, OneBitLion, amp, dcp, ddp
+from fusedonebit import OneBitAdam, OneBitLion, dcp
 from fusedonebit.comm import SimulatedGroup
 
 SIZES = ((40, 20), (20,), (7, 3, 2))
@@ -152,87 +150,6 @@ def test_coordinates_without_a_gradient_do_not_drift():
         assert 8 * LR < x.std() < 12 * LR
 
 
-def test_masked_elements_stay_and_groups_have_their_own_settings():
-    params = parameters()
-    before = [p.detach().clone() for p in params]
-    mask = torch.rand(SIZES[0]) < 0.5
-    groups = [{"params": params[:2]}, {"params": params[2:], "maximize": True, "weight_decay": 0.0, "lr": 2 * LR}]
-    optimizer = OneBitLion(groups, LR, numerics=Numerics(mask={params[0]: mask}))
-    for p, g in zip(params, gradients(0, 0), strict=True):
-        p.grad = g
-    optimizer.step()
-    assert torch.equal(params[0][~mask], before[0][~mask])
-    torch.testing.assert_close(params[0][mask], before[0][mask] - LR * params[0].grad[mask].sign())
-    torch.testing.assert_close(params[2].detach(), before[2] + 2 * LR * params[2].grad.sign())
-
-
-def test_a_nonfinite_gradient_costs_one_step_on_all_ranks():
-    def run(rank, transport):
-        params = parameters()
-        optimizer = OneBitLion(params, LR, process_group=transport)
-        for step in range(3):
-            for p, g in zip(params, gradients(rank, step), strict=True):
-                p.grad = g
-            if (rank, step) == (1, 1):
-                params[0].grad[0, 0] = torch.nan
-            before = flat(params)
-            optimizer.step()
-            assert np.array_equal(before, flat(params)) == (step == 1)
-        return flat(params), optimizer.stats()["skipped_steps"], optimizer.momentum(params[0])
-
-    with pytest.warns(match="not finite|NaN|Inf"):
-        results = SimulatedGroup(2).run(run)
-    for found, skipped, momentum in results:
-        assert np.array_equal(found, results[0][0])
-        assert skipped == 1
-        assert momentum.isfinite().all()
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("aggregation", ["majority", "mean"])
-def test_a_step_that_a_scaler_skips_leaves_no_trace(aggregation):
-    def run(rank, transport, overflows):
-        params, scaler = parameters(), amp.GradScaler("cpu", 1024.0, growth_interval=1000)
-        optimizer = OneBitLion(params, LR, BETAS, DECAY, process_group=transport, aggregation=aggregation)
-        for step in range(12):
-            for skipped in [True] * (step in overflows) + [False]:
-                for p, g in zip(params, gradients(rank, step), strict=True):
-                    p.grad = scaler.scale(g)
-                if skipped and rank == 1:
-                    params[1].grad[0] = torch.inf
-                before = flat(params)
-                scaler.step(optimizer)
-                scaler.update()
-                assert np.array_equal(before, flat(params)) == skipped
-        return flat(params), flat([optimizer.momentum(p) for p in params])
-
-    without, skipping = (SimulatedGroup(3).run(lambda r, t, at=at: run(r, t, at)) for at in ((), (3, 4, 9)))
-    for expected, found in zip(without, skipping, strict=True):
-        assert np.array_equal(found[0], expected[0])
-        assert np.array_equal(found[1], expected[1])
-
-
-def resumed(rank: int, transport, at: int, aggregation: str) -> bool:
-    whole, _ = train(rank, transport, 8, aggregation=aggregation)
-    params = parameters()
-    _, first = train(rank, transport, at, params, aggregation=aggregation)
-    saved = copy.deepcopy(first.state_dict())
-    again = OneBitLion(params, 0.5, process_group=transport, aggregation=aggregation)
-    again.load_state_dict(saved)
-    for step in range(at, 8):
-        for p, g in zip(params, gradients(rank, step), strict=True):
-            p.grad = g
-        again.step()
-    return bool(np.array_equal(whole, flat(params)))
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("aggregation", ["majority", "mean"])
-def test_resumes_bit_for_bit(aggregation):
-    for at in (1, 5):
-        assert all(SimulatedGroup(3).run(lambda r, t, at=at: resumed(r, t, at, aggregation)))
-
-
 def test_bad_input_is_told():
     with pytest.raises(ValueError, match="aggregation must be one of 'majority', 'mean', got 'median'"):
         OneBitLion(parameters(), aggregation="median")
@@ -245,57 +162,6 @@ def test_bad_input_is_told():
     with pytest.raises(RuntimeError, match="before the first step"):
         optimizer.add_param_group({"params": parameters(1)})
     assert "aggregation: majority" in repr(optimizer)
-
-
-def test_small_parameters_round_as_asked():
-    for options in ({"master_weights": True}, {"stochastic_rounding": True}):
-        exact, _ = train(0, None, 40)
-        params = parameters(dtype=torch.bfloat16)
-        found, _ = train(0, None, 40, params, **options)
-        assert np.abs(found - exact).mean() < 4 * LR
-
-
-# ---------------------------------------------------------------- torch's own tools around it
-
-
-def with_tools(rank: int, world_size: int, tool: str) -> tuple[list[float], int]:
-    """Ten steps, with a tool or without; one rank's gradients overflow in the fourth where losses are scaled."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-    optimizer = OneBitLion(model.parameters(), LR)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if tool == "ddp" else model
-    if tool == "ddp":
-        ddp.attach(wrapped, optimizer)
-    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if tool == "compile" else optimizer.step
-    scaler = amp.GradScaler("cpu", 1024.0, enabled=tool == "amp")
-    draw = torch.Generator().manual_seed(rank)
-    for number in range(10):
-        loss = wrapped(torch.randn(8, 6, generator=draw)).square().mean()
-        scaler.scale(loss).backward()
-        if number == 3:
-            if tool == "amp" and rank == 1:
-                model[0].weight.grad[0, 0] = torch.inf
-            elif tool != "amp":
-                model.zero_grad()
-                continue
-        if tool == "amp":
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            step()
-        model.zero_grad()
-    return flat(list(model.parameters())).tolist(), optimizer.stats()["skipped_steps"]
-
-
-def test_ddp_scaled_losses_and_a_compiler_change_nothing():
-    plain = run_ranks(with_tools, 2, "none")
-    assert plain[0][0] == plain[1][0]
-    for tool in ("ddp", "compile"):
-        assert run_ranks(with_tools, 2, tool) == plain, tool
-    for found, skipped in run_ranks(with_tools, 2, "amp"):
-        assert skipped == 1
-        # Scales are powers of two: what is unscaled is what was never scaled.
-        assert found == plain[0][0]
 
 
 # ---------------------------------------------------------------- checkpoints for other numbers of ranks

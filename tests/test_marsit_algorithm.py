@@ -206,36 +206,3 @@ def test_bfloat16_without_masters_is_rounded_once_a_round(name, local_steps):
             still += int((after[0] == x).sum())
     assert up > 100
     assert still > 0, "rounding must show, or the test is no test"
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("local_steps", [1, 2])
-@EACH
-def test_masters_of_bfloat16_follow_the_algorithm_exactly(name, local_steps):
-    """Each master makes the steps of a float32 parameter, of which the parameter is the rounded value."""
-    options = {"full_precision_every": 3, "local_steps": local_steps} | TORCH[name]
-
-    def train(rank: int, transport: Transport, dtype: torch.dtype) -> list[tuple[list[Tensor], list[Tensor]]]:
-        torch.manual_seed(0)
-        params = [Parameter(torch.randn(shape).bfloat16().to(dtype)) for shape in SHAPES]
-        optimizer = MARSIT[name](params, 1e-2, master_weights=True, process_group=transport, **options)
-        seen = []
-        for step in range(8 * local_steps):
-            for i, p in enumerate(params):
-                p.grad = gradient(rank, step, i, p).bfloat16().to(dtype)
-            optimizer.step()
-            masters = [optimizer.state[p].get("master", p).detach().clone() for p in params]
-            seen.append(([p.detach().clone() for p in params], masters))
-        return seen
-
-    half, full = (
-        SimulatedGroup(3).run(lambda rank, t, dtype=dtype: train(rank, t, dtype))
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    for ours, theirs in zip(half, full, strict=True):
-        for (params, masters), (reference, _) in zip(ours, theirs, strict=True):
-            for p, master, q in zip(params, masters, reference, strict=True):
-                assert master.dtype == torch.float32
-                assert torch.equal(p, master.bfloat16())
-                # Gradients are drawn in one dtype and rounded in both, so all else has equal bits.
-                assert torch.equal(master, q)

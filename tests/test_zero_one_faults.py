@@ -208,26 +208,6 @@ def test_overflows_in_deepspeeds_rounds_lower_scales_at_the_end():
     assert prints == other
 
 
-def unscaled(rank: int, transport: Transport, scale: float | None) -> str:
-    optimizer = make(make_parameters(), ROUNDS, process_group=transport)
-    scaler = amp.GradScaler("cpu", scale, enabled=scale is not None) if scale else None
-    for step in range(12):
-        set_gradients(optimizer, rank, step)
-        if scaler is None:
-            optimizer.step()
-            continue
-        for p in parameters(optimizer):
-            p.grad = scaler.scale(p.grad)
-        scaler.step(optimizer)
-        scaler.update()
-    return fingerprint([*parameters(optimizer), *residuals(optimizer)])
-
-
-def test_gradients_are_unscaled_before_they_count():
-    group = SimulatedGroup(2)
-    assert group.run(lambda r, t: unscaled(r, t, None)) == group.run(lambda r, t: unscaled(r, t, 2.0**12))
-
-
 def parted(rank: int, world_size: int) -> tuple[type | None, str, str]:
     """Torch's own scaler: scales part, and DDP averages what they have multiplied."""
     torch.manual_seed(0)
