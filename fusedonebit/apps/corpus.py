@@ -21,15 +21,7 @@ LARGEST = 2**30
 
 
 class Corpus:
-    """Text as bytes, and batches of it.
-
-    Args:
-        text: uint8 [n].
-        seq_len: Bytes per sequence.
-
-    Raises:
-        InputError: if either part is shorter than one sequence and its target.
-    """
+    """Text as bytes, uint8 [n], and batches of sequences of ``seq_len``; InputError says if it is too short."""
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
         # Text drifts from its beginning to its end; parts of each piece make both halves alike.
@@ -62,11 +54,8 @@ def load_text(files: Sequence[str]) -> Tensor:
     """Read files, one after the other, as uint8 [n]; none: Python's own documentation topics.
 
     A folder stands for all files of text in it and below, in the order of their names; hidden ones and those that hold
-    a zero byte, as pictures and programs do, are left out.
-
-    Raises:
-        InputError: for a file that can't be read, is empty or larger than ``LARGEST``, which all together must not be
-            either; for a folder without text.
+    a zero byte, as pictures and programs do, are left out. What can't be read, is empty, or is larger than ``LARGEST``
+    is an InputError.
     """
     if not files:
         from pydoc_data.topics import topics

@@ -42,11 +42,7 @@ PARTS = {"compute": "#9a9a9a", "compress": "#e9b44c", "communicate": "#2e6f95"}
 
 
 def method_colour(name: str) -> str:
-    """Return the colour of a method, or of one of its variants: ``onebit-adam-living`` has that of ``onebit-adam``.
-
-    Raises:
-        KeyError: for a name that begins with none of ``METHODS``.
-    """
+    """Return the colour of a method and of its variants, as ``onebit-adam-living``; raise KeyError for others."""
     for method, colour in METHODS.items():
         if name == method or name.startswith(f"{method}-"):
             return colour

@@ -30,13 +30,8 @@ Coding = Literal["elias", "fixed"]
 class HopBaseline(RoundAllReduce):
     """Skeleton: a subclass makes the global update, and what a worker keeps, of all workers' vectors.
 
-    Args:
-        layout: As for ``RoundAllReduce``.
-        transport: As for ``RoundAllReduce``.
-        topology: "ring" or "torus".
-        coding: Of sums of signs on the wire: "elias", or "fixed" width.
-        seed: Of the random signs.
-        where: ``device`` and ``live``.
+    Beside what ``RoundAllReduce`` takes (``where``: ``device`` and ``live``) it has a topology, "ring" or "torus", a
+    coding of sums of signs on the wire, "elias" or "fixed" width, and a seed of random signs.
     """
 
     def __init__(

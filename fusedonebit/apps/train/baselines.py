@@ -40,14 +40,7 @@ class BaselineOptions(LocalOptions):
     topology: Topology
     coding: Coding
     seed: int
-    recorded: ClassVar[tuple[str, ...]] = (
-        *LocalOptions.recorded,
-        "local_steps",
-        "aggregation",
-        "topology",
-        "coding",
-        "seed",
-    )
+    recorded: ClassVar = (*LocalOptions.recorded, "local_steps", "aggregation", "topology", "coding", "seed")
 
     @property
     def round_steps(self) -> int:

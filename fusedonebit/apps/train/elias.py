@@ -40,17 +40,13 @@ def encode_gamma(numbers: Tensor) -> Tensor:
     Returns:
         uint8 [bytes], padded with zeros.
     """
-    digits = _digits(numbers)
+    digits = torch.frexp(numbers.double()).exponent.to(torch.int64)
     ends = torch.cumsum(2 * digits - 1, 0)
     bits = torch.zeros(int(ends[-1]) if len(ends) else 0, dtype=torch.bool, device=numbers.device)
     for digit in range(int(digits.max()) if len(digits) else 0):
         there = digits > digit
         bits[ends[there] - 1 - digit] = (numbers[there] >> digit) & 1 > 0
     return pack_bits(bits)
-
-
-def _digits(numbers: Tensor) -> Tensor:
-    return torch.frexp(numbers.double()).exponent.to(torch.int64)
 
 
 def decode_gamma(packed: Tensor, count: int) -> Tensor:

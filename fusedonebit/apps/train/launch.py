@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ..parsing import installed, missing
-from .display import print_table, summarise
-from .run import FREEZE, Job, read_metrics, train_all
+from .display import print_table
+from .optimizers import FREEZE, Job
+from .run import read_metrics, train_all
 
 INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -32,7 +33,9 @@ def run(job: Job, nproc: int) -> int:
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return _under_torchrun(job)
-        code = _in_this_process(job) if nproc == 1 else _spawn(job, nproc)
+        if nproc == 1:
+            train_all(job, 0, 1, _device(job, 0))
+        code = _spawn(job, nproc) if nproc > 1 else 0
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code in (0, INTERRUPTED):
@@ -47,11 +50,11 @@ def report(job: Job) -> None:
     records = [r for r in read_metrics(job.metrics) if r["optimizer"] in job.optimizers] if job.metrics.exists() else []
     if not records:
         return
-    rows = summarise(records)
-    print_table(rows)
-    for row in rows:
-        if row["optimizer"] in FREEZE and row["freeze_step"] is None:
-            print(f"{row['optimizer']} still warms up after {row['steps']} steps, and so has compressed nothing yet")
+    print_table(records)
+    compressed = {r["optimizer"] for r in records if r["phase"] == "compression"}
+    for name, steps in {r["optimizer"]: r["step"] for r in records}.items():
+        if name in FREEZE and name not in compressed:
+            print(f"{name} still warms up after {steps} steps, and so has compressed nothing yet")
     print(f"wrote {', '.join(map(str, [job.metrics, *_pictures(job, records)]))}")
     if absent := missing("matplotlib"):
         print(f"pictures need {absent}")
@@ -71,11 +74,6 @@ def _pictures(job: Job, records: Sequence[dict[str, Any]]) -> list[Path]:
         drawn.append(Path(job.out) / "layers.png")
         plot_layers(records, drawn[1])
     return drawn
-
-
-def _in_this_process(job: Job) -> int:
-    train_all(job, 0, 1, _device(job, 0))
-    return 0
 
 
 def _under_torchrun(job: Job) -> int:
@@ -111,12 +109,9 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _wait(ranks: Sequence[BaseProcess]) -> int:
-    while any(process.is_alive() for process in ranks):
-        failed = [process for process in ranks if process.exitcode]
-        if failed:
-            return 1
+    while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
         time.sleep(0.05)
-    return 1 if any(process.exitcode for process in ranks) else 0
+    return int(any(process.exitcode for process in ranks))
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:

@@ -35,16 +35,8 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
             frozen = next((x for x, r in zip(xs, runs, strict=True) if r["phase"] == "compression"), None)
             if frozen is not None:
                 axis.axvline(frozen, color=colour, linestyle="--", linewidth=1)
-                axis.annotate(
-                    "1 bit from here",
-                    (frozen, 0.97),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(5, 0),
-                    textcoords="offset points",
-                    va="top",
-                    fontsize=8,
-                    color=colour,
-                )
+                place = {"transform": axis.get_xaxis_transform(), "va": "top"}
+                axis.text(frozen, 0.97, " 1 bit from here", fontsize=8, color=colour, **place)
     axes[0].set(xlabel="step", ylabel="loss (nats per byte)")
     if sent:
         axes[1].set(xlabel="MB sent by one rank", xscale="log")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,17 +25,15 @@ from ... import (
     Rounds,
     ZeroOneAdam,
     policies,
+    recording,
 )
 from ...comm import Topology, make_transport
 from ..averaged import Averaged
 
 Parameters = Iterable[tuple[str, Tensor]]
 
-BETAS = (0.9, 0.99)
-EPS = 1e-8
-LAMB_EPS = 1e-6
-WEIGHT_DECAY = 0.01
-LION_WEIGHT_DECAY = 0.03
+ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+LAMB = ADAM | {"eps": 1e-6}
 PAPER: dict[str, Any] = {
     "numerics": Numerics(scale_norm="l2", scale_scope="global", variance_floor=0.0),
     "faults": Faults(guard="off"),
@@ -42,26 +42,51 @@ PAPER: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Holds what all optimizers of a run share."""
+class Job:
+    """Everything the command line says about a run; equal on all ranks.
 
-    lr: float
-    freeze_step: int | Literal["auto"]
-    lr_warmup_steps: int
+    ``batch_size`` counts sequences per rank; ``optimizers`` are trained one after the other from
+    the same initial values on the same batches. ``lr`` None is each optimizer's own. ``warmup`` are the uncompressed
+    updates of one whose variance is shared; None: it is frozen, too.
+    """
+
+    optimizers: tuple[str, ...]
+    text: tuple[str, ...]
     steps: int
-    looked_at_every: int
-    topology: Topology = "ring"
+    freeze_step: int | Literal["auto"]
+    model: str
+    batch_size: int
+    seq_len: int
+    lr: float | None
+    lr_warmup_steps: int
+    seed: int
+    out: str
+    resume: bool
+    eval_every: int
+    save_every: int
+    topology: Topology | Literal["auto"] = "ring"
     full_precision_every: int = 100
     local_steps: int = 1
-    seed: int = 0
     warmup: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ddp: bool = False
+
+    @property
+    def looked_at_every(self) -> int:
+        """Steps after which the model is evaluated, saved or done."""
+        return math.gcd(self.steps, self.eval_every, self.save_every)
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line and measured step."""
+        return Path(self.out) / recording.METRICS
 
 
 class AveragedAdamW(Averaged, torch.optim.AdamW):
     """The baseline: torch's fused AdamW after one fp32 all-reduce of all gradients."""
 
     def __init__(self, params: Parameters, lr: float) -> None:
-        super().__init__(params, lr, BETAS, EPS, WEIGHT_DECAY, fused=True)
+        super().__init__(params, lr, **ADAM, fused=True)
         self.transport = make_transport(None, self.param_groups[0]["params"][0].device)
         self._updates = 0
 
@@ -72,101 +97,55 @@ class AveragedAdamW(Averaged, torch.optim.AdamW):
 
     def stats(self) -> dict[str, Any]:
         """Return the keys of ``OneBitAdam.stats`` that the display needs."""
-        traffic = self.transport.traffic
-        return {
-            "phase": "uncompressed",
-            "step": self._updates,
-            "skipped_steps": 0,
-            "freeze_step": None,
-            "bytes_step": traffic.bytes_step,
-            "bytes_total": traffic.bytes_total,
-            "collectives_step": traffic.collectives_step,
-            "bytes_fp32": traffic.bytes_step,
-        }
+        sent, told = self.transport.traffic, {"phase": "uncompressed", "skipped_steps": 0, "freeze_step": None}
+        told |= {"step": self._updates, "bytes_step": sent.bytes_step, "bytes_fp32": sent.bytes_step}
+        return told | {"bytes_total": sent.bytes_total, "collectives_step": sent.collectives_step}
 
 
-def _freeze(settings: Settings) -> Freeze:
+def _freeze(job: Job) -> Freeze:
     """Say when the variance is frozen; a number knows the learning rate's warm-up by itself."""
-    step = settings.freeze_step
-    return Freeze(step=step, lr_warmup_steps=settings.lr_warmup_steps if step == "auto" else 0)
+    return Freeze(step=job.freeze_step, lr_warmup_steps=job.lr_warmup_steps if job.freeze_step == "auto" else 0)
 
 
-def _adamw(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
-    return AveragedAdamW(params, settings.lr)
+def _onebit_adam(params: Parameters, lr: float, job: Job) -> torch.optim.Optimizer:
+    when: dict[str, Any] = {"freeze_step": _freeze(job)} if job.warmup is None else {"warmup": job.warmup}
+    return OneBitAdam(params, lr, **ADAM, **when)
 
 
-def _onebit_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
-    if settings.warmup is not None:
-        return OneBitAdam(params, settings.lr, BETAS, EPS, WEIGHT_DECAY, warmup=settings.warmup)
-    return OneBitAdam(params, settings.lr, BETAS, EPS, WEIGHT_DECAY, freeze_step=_freeze(settings))
-
-
-def _zero_one_adam(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
+def _zero_one_adam(params: Parameters, lr: float, job: Job) -> torch.optim.Optimizer:
     """Renew the variance until 1-bit Adam would freeze it; rounds are long where the learning rate is small."""
-    assert settings.freeze_step != "auto"  # refused with this one
-    frozen, doubled = settings.freeze_step, max(1, settings.steps // 10)
-    rounds = policies.DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, settings.local_steps))
-    return ZeroOneAdam(
-        params,
-        settings.lr,
-        BETAS,
-        EPS,
-        WEIGHT_DECAY,
-        variance_policy=policies.DoublingVariance(scaler=max(16, 2 * frozen // 3), until=frozen),
-        sync_policy=policies.AlignedRounds(rounds, settings.looked_at_every),
-    )
+    assert job.freeze_step != "auto"  # refused with this one
+    frozen, doubled = job.freeze_step, max(1, job.steps // 10)
+    rounds = policies.DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, job.local_steps))
+    variance = policies.DoublingVariance(scaler=max(16, 2 * frozen // 3), until=frozen)
+    aligned = policies.AlignedRounds(rounds, job.looked_at_every)
+    return ZeroOneAdam(params, lr, **ADAM, variance_policy=variance, sync_policy=aligned)
 
 
-def _onebit_lion(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
-    return OneBitLion(params, settings.lr, weight_decay=LION_WEIGHT_DECAY)
+def _onebit_lamb(params: Parameters, lr: float, job: Job, adaptive: bool = True) -> torch.optim.Optimizer:
+    how: dict[str, Any] = {"warmup": job.warmup}
+    if job.warmup is None or not adaptive:
+        how = PAPER | {"freeze_step": _freeze(job), "layerwise": Layerwise(adaptive=adaptive)}
+    return OneBitLamb(params, lr, **LAMB, **how)
 
 
-def _lamb(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
-    return Lamb(params, settings.lr, BETAS, LAMB_EPS, WEIGHT_DECAY)
+def _marsit(params: Parameters, lr: float, job: Job) -> torch.optim.Optimizer:
+    assert job.topology != "auto"  # chosen by now
+    rounds = Rounds(full_precision_every=job.full_precision_every, local_steps=job.local_steps, seed=job.seed)
+    return MarsitAdam(params, lr, **ADAM, topology=job.topology, rounds=rounds)
 
 
-def _onebit_lamb(params: Parameters, settings: Settings, adaptive: bool = True) -> torch.optim.Optimizer:
-    how: dict[str, Any] = {"warmup": settings.warmup}
-    if settings.warmup is None or not adaptive:
-        how = PAPER | {"freeze_step": _freeze(settings), "layerwise": Layerwise(adaptive=adaptive)}
-    return OneBitLamb(params, settings.lr, BETAS, LAMB_EPS, WEIGHT_DECAY, **how)
-
-
-def _marsit(params: Parameters, settings: Settings) -> torch.optim.Optimizer:
-    return MarsitAdam(
-        params,
-        settings.lr,
-        BETAS,
-        EPS,
-        WEIGHT_DECAY,
-        topology=settings.topology,
-        rounds=Rounds(
-            full_precision_every=settings.full_precision_every, local_steps=settings.local_steps, seed=settings.seed
-        ),
-    )
-
-
-def _baseline(params: Parameters, settings: Settings, aggregation: str) -> torch.optim.Optimizer:
+def _baseline(params: Parameters, lr: float, job: Job, name: str) -> torch.optim.Optimizer:
     from .baselines import BaselineAdam
 
-    return BaselineAdam(
-        params,
-        settings.lr,
-        BETAS,
-        EPS,
-        WEIGHT_DECAY,
-        aggregation=aggregation,
-        global_ratio=BASELINES[aggregation],
-        topology=settings.topology,
-        local_steps=settings.local_steps,
-        seed=settings.seed,
-    )
+    wire: dict[str, Any] = {"topology": job.topology, "local_steps": job.local_steps, "seed": job.seed}
+    return BaselineAdam(params, lr, **ADAM, aggregation=name, global_ratio=BASELINES[name], **wire)
 
 
 class Entry(NamedTuple):
-    """How an optimizer is made from named parameters and ``Settings``, and its usual learning rate."""
+    """How an optimizer is made from named parameters, a learning rate and a ``Job``, and its usual learning rate."""
 
-    make: Callable[[Parameters, Settings], Any]
+    make: Callable[[Parameters, float, Job], Any]
     lr: float
 
 
@@ -174,15 +153,15 @@ BASELINES = {"psgd": 1.0, "signsgd": 1.0, "ef-signsgd": 1.0, "ssdm": 10.0, "casc
 """Global ratio of each optimizer that Marsit is measured against; they are the lab's."""
 
 OPTIMIZERS = {
-    "adamw": Entry(_adamw, 3e-3),
+    "adamw": Entry(lambda params, lr, job: AveragedAdamW(params, lr), 3e-3),
     "onebit-adam": Entry(_onebit_adam, 3e-3),
     "zero-one-adam": Entry(_zero_one_adam, 3e-3),
-    "onebit-lion": Entry(_onebit_lion, 1e-3),
-    "lamb": Entry(_lamb, 2e-2),
+    "onebit-lion": Entry(lambda params, lr, job: OneBitLion(params, lr, weight_decay=0.03), 1e-3),
+    "lamb": Entry(lambda params, lr, job: Lamb(params, lr, **LAMB), 2e-2),
     "onebit-lamb": Entry(_onebit_lamb, 2e-2),
     "onebit-lamb-frozen": Entry(partial(_onebit_lamb, adaptive=False), 2e-2),
     "marsit": Entry(_marsit, 3e-3),
-    **{name: Entry(partial(_baseline, aggregation=name), 3e-3) for name in BASELINES},
+    **{name: Entry(partial(_baseline, name=name), 3e-3) for name in BASELINES},
 }
 """By name; each optimizer has ``stats()``."""
 

@@ -7,9 +7,8 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,47 +20,11 @@ from ..corpus import Corpus, load_text
 from ..parsing import InputError, installed
 from ..transformer import SIZES, ByteTransformer
 from .display import Display
-from .optimizers import AGREE_IN_ROUNDS, FREEZE, OPTIMIZERS, Settings
+from .optimizers import AGREE_IN_ROUNDS, FREEZE, OPTIMIZERS, Job
 
 HELD_OUT_BATCHES = 8
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
 LAYER_RECORDS = 100  # of what is told of each layer, in a run
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything the command line says about a run; equal on all ranks.
-
-    ``batch_size`` counts sequences per rank; ``optimizers`` are trained one after the other from
-    the same initial values on the same batches. ``lr`` None is each optimizer's own. ``warmup`` are the uncompressed
-    updates of one whose variance is shared; None: it is frozen, too.
-    """
-
-    optimizers: tuple[str, ...]
-    text: tuple[str, ...]
-    steps: int
-    freeze_step: int | Literal["auto"]
-    model: str
-    batch_size: int
-    seq_len: int
-    lr: float | None
-    lr_warmup_steps: int
-    seed: int
-    out: str
-    resume: bool
-    eval_every: int
-    save_every: int
-    topology: Topology | Literal["auto"] = "ring"
-    full_precision_every: int = 100
-    local_steps: int = 1
-    warmup: int | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    ddp: bool = False
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per line and measured step."""
-        return Path(self.out) / recording.METRICS
 
 
 def train_all(job: Job, rank: int, world_size: int, device: torch.device) -> None:
@@ -83,24 +46,13 @@ class Run:
         torch.manual_seed(job.seed)
         self.model = ByteTransformer(SIZES[job.model], job.seq_len).to(device)
         make, usual_lr = OPTIMIZERS[name]
-        settings = Settings(
-            job.lr or usual_lr,
-            job.freeze_step,
-            job.lr_warmup_steps,
-            job.steps,
-            math.gcd(job.steps, job.eval_every, job.save_every),
-            self._topology(),
-            job.full_precision_every,
-            job.local_steps,
-            job.seed,
-            job.warmup,
-        )
-        self.optimizer = make(self.model.named_parameters(), settings)
+        lr = job.lr or usual_lr
+        self.job = dataclasses.replace(job, lr=lr, topology=self._topology())
+        self.optimizer = make(self.model.named_parameters(), lr, self.job)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.bytes_before = 0
         self.first_step = self._resume() if job.resume else 0
         self.forward: torch.nn.Module = self._in_ddp() if job.ddp else self.model
-        self.settings = settings
 
     def _in_ddp(self) -> DistributedDataParallel:
         model = DistributedDataParallel(self.model)  # after the checkpoint: it broadcasts what it is given
@@ -141,16 +93,9 @@ class Run:
         job = dataclasses.asdict(self.job)
         own = ("optimizers", "out", "resume")  # what says nothing about the run itself
         settings = {key: value for key, value in job.items() if key not in own}
-        settings |= {"lr": self.settings.lr, "topology": self.settings.topology}
-        return Recorder(
-            self.job.out,
-            self.optimizer,
-            name=self.name,
-            every=1,
-            layers_every=max(1, self.job.steps // LAYER_RECORDS),
-            settings=settings,
-            bytes_before=self.bytes_before,
-        )
+        layers_every = max(1, self.job.steps // LAYER_RECORDS)
+        how: dict[str, Any] = {"every": 1, "layers_every": layers_every, "bytes_before": self.bytes_before}
+        return Recorder(self.job.out, self.optimizer, name=self.name, settings=settings, **how)
 
     def _step(self, step: int) -> float:
         tokens = self.corpus.batch(self.job.batch_size, self.job.seed, step, self.rank).to(self.device)
@@ -189,13 +134,9 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".tmp")
         sent = self.optimizer.stats()["bytes_total"] + self.bytes_before
-        state = {
-            "step": step,
-            "bytes_total": sent,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        torch.save(state | {"schedule": self.schedule.state_dict()}, partial)
+        state = {"step": step, "bytes_total": sent, "model": self.model.state_dict()}
+        state |= {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        torch.save(state, partial)
         partial.replace(path)
         if self.world_size > 1:
             dist.barrier()
@@ -235,11 +176,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def check(job: Job, world_size: int) -> None:
-    """Find what can't work before any process is started.
-
-    Raises:
-        InputError: with one line that says what is wrong.
-    """
+    """Raise InputError for what can't work, before any process is started."""
     if job.topology == "auto" and not installed("apps/plan"):
         raise InputError("--topology auto needs fusedonebit plan, which is not installed")
     in_rounds = [name for name in job.optimizers if name in AGREE_IN_ROUNDS]

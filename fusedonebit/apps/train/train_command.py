@@ -51,18 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check everything that can be checked beforehand, then train.
-
-    Raises:
-        InputError: for what can't work.
-    """
+    """Check everything that can be checked beforehand, then train."""
     need("rich")
     if arguments.stray:
         raise InputError(f"train takes flags alone, got {arguments.stray[0]!r}; files or folders to learn: --text PATH")
     if os.environ.get("RANK", "0") == "0":  # torch alone takes a second or two, in this process and then in each rank
         print(f"starting {_started(arguments)}", file=sys.stderr, flush=True)
     from . import launch
-    from .run import Job, check
+    from .optimizers import Job
+    from .run import check
 
     nproc = _world_size(arguments.nproc, arguments.device)
     given = vars(arguments).copy()
@@ -102,11 +99,10 @@ def _world_size(nproc: int, device: str) -> int:
 def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
     from .optimizers import OPTIMIZERS
 
-    flag, names = (
-        ("--compare", listed(arguments.compare)) if arguments.compare else ("--optimizer", [arguments.optimizer])
-    )
+    names = listed(arguments.compare) if arguments.compare else [arguments.optimizer]
     for name in names:
         if name not in OPTIMIZERS:
+            flag = "--compare" if arguments.compare else "--optimizer"
             raise InputError(f"{flag} must be of {', '.join(OPTIMIZERS)}, got {name!r}")
     return tuple(names)
 
