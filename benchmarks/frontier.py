@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.lab.contenders import CONTENDERS, LENGTHS
+from benchmarks.lab.contenders import LENGTHS
 from benchmarks.lab.launch import make
 from benchmarks.lab.records import Records, reported, search
 from benchmarks.lab.report import Rows, View, difference, markdown
@@ -216,57 +216,36 @@ def tables(records: Records) -> str:
     return "\n".join(parts)
 
 
-COLOURS = {
-    "ours": "onebit-adam",
-    "1-bit LoCo": "onebit-lamb",
-    "rounds": "diloco",
-    "every step": "zero-one-adam",
-    "papers": "bf16",
-}
-"""Of kinds of optimizers, by whose colour each has."""
-SHOWN = (-5.0, 60.0)
+SHOWN = (-5.0, 30.0)
 """Percent that the picture has room for."""
-
-
-def family(name: str) -> str:
-    """Return which colour an optimizer has."""
-    if name in OURS:
-        return "ours"
-    if name in CANDIDATE:
-        return "1-bit LoCo"
-    if name in PAPERS:
-        return "papers"
-    return "rounds" if CONTENDERS[name].local else "every step"
+KINDS = dict(zip(TASKS, ("MLP", "ResNet", "transformer", "LSTM", "recommender", "VAE"), strict=True))
 
 
 def draw(records: Records, path: Path) -> None:
-    """Draw the front of each task."""
+    """Draw two fronts for each task, to be read at half its width: the least loss that each number of bytes buys."""
     from fusedonebit.apps.pictures import METHODS, clear, plt, save
 
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.8), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(3, 2, figsize=(6, 7.6), sharex=True, sharey=True, layout="constrained")
+    sides = {"this library": (OURS, METHODS["onebit-adam"]), "the others' best": (OTHERS, METHODS["adamw"])}
     for axis, task in zip(axes.flat, TASKS, strict=True):
         found = points(records, task)
-        for kind, method in COLOURS.items():
-            of_kind = [p for p in found if family(p.name) == kind and p.worse <= SHOWN[1]]
-            x, y, errors = [p.spent for p in of_kind], [p.worse for p in of_kind], [p.error for p in of_kind]
-            axis.errorbar(x, y, yerr=errors, fmt="o", markersize=4, linewidth=0.8, color=METHODS[method], label=kind)
-        for names, colour in ((OURS, METHODS[COLOURS["ours"]]), (OTHERS, "black")):
+        for label, (names, colour) in sides.items():
             if steps := front([p for p in found if p.name in names]):
                 x, y = [p.spent for p in steps], [p.worse for p in steps]
-                axis.step([*x, 10.0], [*y, y[-1]], where="post", linewidth=1.2, color=colour, alpha=0.7)
-        axis.axhline(0.0, color="black", linewidth=0.6)
-        axis.set(title=task, xscale="log", xlim=(0.015, 10.0))
+                axis.step([*x, 10.0], [*y, y[-1]], where="post", linewidth=2.5, color=colour, label=label)
+        axis.axhline(0.0, color="black", linewidth=1, linestyle=":")
+        axis.set_title(KINDS[task], loc="left")
+        axis.set(xscale="log", xlim=(0.02, 8.0), ylim=SHOWN)
         axis.set_yscale("symlog", linthresh=5.0)
-        axis.set_ylim(*SHOWN)
-        axis.set_yticks([-5, 0, 5, 10, 20, 50], ["-5", "0", "5", "10", "20", "50"])
-    for axis in axes[-1]:
-        axis.set_xlabel("bytes per parameter and step")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("worse than AdamW, %")
+        axis.set_yticks([-5, 0, 5, 10, 30], ["-5 %", "as AdamW", "5 %", "10 %", "30 %"])
+        axis.set_xticks([0.03, 0.1, 0.3, 1, 3], ["0.03", "0.1", "0.3", "1", "3"])
+        axis.minorticks_off()
     clear(axes.flat)
+    figure.supylabel("worse than AdamW", fontsize=10)
+    figure.supxlabel("bytes sent per parameter and step (AdamW: 8)", fontsize=10)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(COLOURS), frameon=False)
-    save(figure, path, dpi=110)
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
+    save(figure, path)
 
 
 def main() -> int:
