@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections import Counter
@@ -148,3 +149,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
         lines.append(f"NOT COMPARED: the C kernels, in {kernels} tests: {missing}")
     for line in lines:
         terminalreporter.write_line(line, red=True, bold=True)
+
+
+@pytest.fixture
+def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def run(config: Any) -> tuple[int, str, str]:
+        """Status, output and error for a config, or its text."""
+        file = tmp_path / "ds_config.json"
+        file.write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
+        from fusedonebit.apps.cli import main
+
+        status = main(["migrate", str(file)])
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    return run

@@ -187,7 +187,7 @@ def test_ddp_and_devices_that_cannot_be_had_are_refused(text, tmp_path, capsys, 
 # ---------------------------------------------------------------- what there is
 
 
-def test_without_a_command_it_shows_what_there_is_and_a_first_thing_to_try(capsys):
+def test_without_a_command_it_shows_what_there_is(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     assert all(re.search(rf"^ +{name} ", out, re.MULTILINE) for name in COMMANDS)
@@ -236,7 +236,7 @@ def test_help_is_said_without_torch(asked):
     assert said.stderr == ""
 
 
-def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():
+def test_a_closed_pipe_ends_a_command_without_a_traceback():
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.lab", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as running:
@@ -313,7 +313,7 @@ for arguments, text in expected.items():
 
 @pytest.mark.long(but="plan")
 @pytest.mark.parametrize("absent", COMMANDS)
-def test_the_library_and_each_command_do_without_the_other_applications(absent, tmp_path):
+def test_library_and_commands_do_without_other_applications(absent, tmp_path):
     package = Path(__file__).parent.parent / "fusedonebit"
     copy = Path(shutil.copytree(package, tmp_path / "fusedonebit", ignore=shutil.ignore_patterns("__pycache__")))
     if absent == "migrate":

@@ -77,7 +77,7 @@ def replay_lamb(rank: int, transport: Transport) -> tuple[list[float], list[floa
     )
 
 
-def test_replays_deepspeeds_lamb_within_1e_5_and_its_coefficients_within_1e_4():
+def test_replays_deepspeeds_lamb_and_its_coefficients():
     for errors, coefficients, momentum, variance in simulate(replay_lamb, 2):
         print(f"1-bit LAMB, largest parameter error over 20 steps: {max(errors):.2e} (limit 1e-5)")
         print(f"1-bit LAMB, largest coefficient error over 20 steps: {max(coefficients):.2e} (limit 1e-4)")

@@ -48,7 +48,7 @@ def test_a_loss_scale_counts_where_it_is_set_and_not_afterwards():
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_before_the_first_step_each_says_whether_it_averages_gradients(name):
+def test_before_a_step_each_says_whether_it_averages_gradients(name):
     averages = {"OneBitAdam", "OneBitLamb", "AdamW, ours", "Lamb", "ZeroOneAdam"}
     assert MAKE[name](parameters(), lr=1e-2).averages_gradients == (name in averages)
 

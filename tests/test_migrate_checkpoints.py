@@ -90,7 +90,7 @@ def real_wrapper(rank: int, world_size: int) -> tuple[dict, list, list]:
 
 
 @needs_deepspeed
-def test_flat_buffers_of_deepspeeds_own_16_bit_wrapper_are_cut_into_parameters():
+def test_flat_buffers_of_the_16_bit_wrapper_become_parameters():
     saved, (flat,), weights = run_ranks(real_wrapper, 2)[0]
     params = [torch.nn.Parameter(w) for w in weights]
     optimizer = OneBitAdam(params, freeze_step=FREEZE, numerics=Numerics(master_weights=True))
@@ -131,7 +131,7 @@ def test_warm_up_continues_where_it_was():
     assert phases == ["warmup", "warmup", "compression", "compression"]
 
 
-def test_compression_stage_goes_on_at_the_next_step_with_variance_and_momentum():
+def test_compression_stage_goes_on_with_variance_and_momentum():
     params = ds.make()
     saved = ds.by_hand(40, params, frozen=True)
     optimizer = adam(params, bias_correction=False, precondition=False, variance_floor=0.0, dead_coordinates="keep")
@@ -149,7 +149,7 @@ def test_compression_stage_goes_on_at_the_next_step_with_variance_and_momentum()
         torch.testing.assert_close(kept, 0.9 * saved["state"][i]["exp_avg"], rtol=0, atol=2e-2)
 
 
-def test_variance_is_corrected_for_the_updates_that_it_has_seen_not_for_all():
+def test_variance_is_corrected_for_the_updates_it_has_seen():
     """With bias correction the freeze divides v by 1 - beta2^5, not by 1 - beta2^39."""
     params = ds.make()
     saved = ds.by_hand(40, params, frozen=True)
@@ -199,7 +199,7 @@ def test_every_form_of_a_16_bit_checkpoint_loads(dtype, form, tmp_path):
     assert optimizer.phase == "compression"
 
 
-def test_unfused_wrappers_weights_and_lambs_averages_are_taken_up():
+def test_unfused_wrappers_weights_and_averages_are_taken_up():
     params = ds.make(torch.bfloat16)
     masters = [p.detach().float() + 1e-4 for p in params]
     saved = ds.by_hand(9, params, frozen=True, lamb_coeff_freeze=0.25, last_factor=1.5, scaling_coeff=0.75)
@@ -236,7 +236,7 @@ def test_zero_one_adam_takes_up_its_moments(deepspeeds):
         assert torch.equal(optimizer.state[p]["exp_avg_sq"], saved["exp_avg_sq"])
 
 
-def test_frozen_parameters_and_groups_are_matched_as_deepspeed_counts_them():
+def test_frozen_parameters_are_matched_as_deepspeed_counts():
     params = ds.make(shapes=((8,), (6,), (4, 2)))
     params[1].requires_grad_(False)
     trained = [params[0], params[2]]
@@ -289,7 +289,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("how", SAYS)
-def test_a_checkpoint_that_does_not_fit_changes_nothing_and_says_why(how):
+def test_a_checkpoint_that_does_not_fit_changes_nothing(how):
     params = ds.make()
     at = [p.detach().clone() for p in params]
     optimizer = adam(params)

@@ -120,7 +120,7 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGED)
-def test_damaged_checkpoint_is_one_clear_error_and_changes_nothing(how):
+def test_damaged_checkpoint_is_one_error_and_changes_nothing(how):
     damage, says = DAMAGED[how]
     params = ds.make()
     saved = ds.by_hand(9, params, frozen=True)

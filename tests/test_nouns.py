@@ -80,7 +80,7 @@ def test_arguments_may_be_given_by_name():
             signature.flat(*wrong)
 
 
-def test_a_kernel_of_nouns_is_launched_with_flat_arguments_and_finds_what_is_derived():
+def test_a_kernel_of_nouns_is_launched_with_flat_arguments():
     flat = Signature(eager).kernel(Deferred(kernel, kernel, {}))
     parameters = inspect.signature(flat.function).parameters
     fields = ["pair_first", "pair_second", "PAIR_COUNTS", "pair_number", "pair_length"]

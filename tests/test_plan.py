@@ -92,12 +92,12 @@ def test_hops_of_16_gpus_on_4_nodes(method, seconds):
         ("diloco", 2 * 3200 * 15 / 16 / 64, 2 * 3200 * 3 / 4 / 64),
     ],
 )
-def test_bytes_are_those_a_node_sends_and_of_a_single_node_those_of_a_gpu(method, node, gpu):
+def test_bytes_are_a_nodes_and_of_a_single_node_a_gpus(method, node, gpu):
     assert METHODS[method].cost(8e8, 16, WIRE).sent == pytest.approx(1e6 * node)
     assert METHODS[method].cost(8e8, 4, WIRE).sent == pytest.approx(1e6 * gpu)
 
 
-def test_eight_gpus_behind_one_card_share_it_where_each_sends_for_itself():
+def test_eight_gpus_share_a_card_where_each_sends_for_itself():
     behind_one = Network(1e9, inside=1e15, gpus_per_node=8, **BARE)
     sent = {"flat": 8 * 8 / 16 + 15 / 16, "int8": 8 * (1 + 4 / 512) * (8 * 8 / 16 + 15 / 16)}
     sent |= {"hierarchical": 2 / 2, "marsit-owner": 15 / 16}  # one message a node
@@ -189,7 +189,7 @@ def test_held_out_node_counts_are_predicted_within_15_percent(split):
     assert told(f"fitted on {split}", predictions) <= LIMIT
 
 
-def test_each_node_count_is_predicted_from_the_others_within_15_percent():
+def test_each_node_count_is_predicted_within_15_percent():
     assert told("each node count from the others", each_held_out()) <= LIMIT
 
 
@@ -314,7 +314,7 @@ def test_the_library_itself_chooses_nothing():
         MarsitSGD(make(), topology="auto")
 
 
-def test_train_takes_auto_for_marsit_alone_and_records_what_it_is(tmp_path, capsys):
+def test_train_takes_auto_for_marsit_alone_and_records_it(tmp_path, capsys):
     assert main(["train", "--compare", "marsit,ssdm", "--topology", "auto"]) == 2
     assert "--topology auto is marsit's alone, got it with ssdm" in capsys.readouterr().err
     tiny = ["--model", "tiny", "--steps", "2", "--batch-size", "1", "--seq-len", "8", "--out", str(tmp_path)]

@@ -54,7 +54,7 @@ def test_no_overlap_exposes_all_and_sends_each_message_once():
         assert told.seconds == 1 + told.exposed
 
 
-def test_only_hooks_of_ddp_and_our_overlapping_optimizers_hide_anything():
+def test_only_ddps_hooks_and_our_overlap_hide_anything():
     plan = Plan(10**9, 16, SLOW, compute=1.0)
     hidden = {name for name, told in plan.steps().items() if told.exposed < 0.999 * told.messages}
     assert hidden == {"fp32", "bf16", "int8", "powersgd", "flat-overlap"}
@@ -82,7 +82,7 @@ def test_powersgd_sends_two_factors_of_a_transformers_matrices():
     assert methods(powersgd_rank=8)["powersgd"].payload(1e9) / methods()["powersgd"].payload(1e9) == 17 / 9
 
 
-def test_diloco_averages_once_in_h_steps_and_zero_one_adam_once_in_two():
+def test_diloco_averages_once_in_h_steps_zero_one_adam_in_two():
     fp32, flat = (METHODS[name].cost(1e9, 64, TYPICAL) for name in ("fp32", "flat"))
     diloco = methods(diloco_steps=500)["diloco"]
     assert "500" in diloco.label

@@ -83,7 +83,7 @@ def test_projections_estimate_the_square_of_the_mean_gradient():
         np.testing.assert_allclose(found, mean_square(shape), rtol=1e-5)
 
 
-def test_signs_are_fair_and_differ_from_step_to_step_and_from_place_to_place():
+def test_signs_are_fair_and_differ_by_step_and_place():
     signs = torch.stack([random_signs(torch.tensor(t), t, (32, 128)).flatten() for t in range(64)])
     assert (signs.abs() == 1).all()
     means = [signs.mean(0), signs.mean(1), (signs[1:] * signs[:-1]).mean(1), (signs[:, 1:] * signs[:, :-1]).mean(0)]
@@ -111,7 +111,7 @@ def test_a_logarithm_is_within_a_sixteenth_over_32_octaves(magnitude):
     assert off <= 1 / 16 * (1 + 1e-6)
 
 
-def test_logarithms_of_zero_of_what_is_tiny_and_of_the_largest_number():
+def test_logarithms_of_zero_of_the_tiny_and_of_the_largest():
     x = torch.zeros(3, 128)
     x[0, :3], x[1, 0], x[1, 2] = torch.tensor([1.0, 0.0, 2.0**-40]), 3.4e38, 1.0
     found = coded(x.view(-1), 3).view(3, 128)

@@ -26,7 +26,7 @@ def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("of_torchrun")
 @pytest.mark.parametrize("name", MAKE)
-def test_ranks_that_would_each_train_a_model_of_their_own_are_told_what_to_write(name):
+def test_ranks_that_would_train_alone_are_told_what_to_write(name):
     with pytest.raises(RuntimeError, match="this is rank 1 of 4") as caught:
         MAKE[name]()
     assert "torch.distributed.init_process_group()" in str(caught.value)

@@ -236,7 +236,7 @@ def test_training_through_the_kernels_gives_identical_parameters(name, options):
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @ADAM_AND_LAMB
-def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_eager(name):
+def test_two_ranks_stay_bit_identical_through_the_kernels(name):
     runs = [trained(2, name, backend, {"ternary": True}) for backend in ("plain", "triton")]
     assert runs[0][0]["prints"] == runs[0][1]["prints"] == runs[1][0]["prints"] == runs[1][1]["prints"]
     assert len(set(runs[0][0]["prints"])) == 13  # one step was skipped
@@ -246,7 +246,7 @@ def test_two_ranks_stay_bit_identical_through_the_kernels_as_through_eager(name)
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @pytest.mark.parametrize("options", RUNS, ids=str)
 @ADAM_AND_LAMB
-def test_a_coordinate_that_never_has_a_gradient_stays_still_and_with_one_bit_does_not(name, options):
+def test_a_coordinate_without_gradients_stays_still_if_ternary(name, options):
     ternary, onebit = (trained(2, name, "plain", {"ternary": t} | options)[0] for t in (True, False))
     assert not any(moved.view(-1)[::STILL].any() for moved in ternary["moved"])
     assert any(moved.view(-1)[::STILL].any() for moved in onebit["moved"])

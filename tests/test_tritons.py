@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 OLDEST, NEWEST = claimed("constraints-oldest.txt"), claimed("constraints.txt")
 
 
-def test_the_oldest_triton_that_is_compiled_with_is_the_oldest_that_is_allowed():
+def test_the_oldest_triton_compiled_with_is_the_oldest_allowed():
     (allowed,) = re.findall(r'"triton>=([\d.]+);', (ROOT / "pyproject.toml").read_text())
     assert OLDEST.startswith(allowed)
 
