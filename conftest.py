@@ -1,3 +1,5 @@
+"""What tests share: their options and markers, and the folders from which they and their ranks import helpers."""
+
 from __future__ import annotations
 
 import importlib
@@ -17,7 +19,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Ranks are processes: they import the tests by name, from here.
-FOLDERS = [str(Path(__file__).parent / folder) for folder in ("", "wire", "ptx")]
+BELOW = ("tests", "tests/wire", "tests/ptx", "benchmarks/lab/tests")
+FOLDERS = [str(Path(__file__).parent / folder) for folder in BELOW]
 os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
 sys.path[:0] = FOLDERS
 
