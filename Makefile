@@ -102,7 +102,7 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	@touch $@
 
 # Every optimizer, on its own and beside its paper; kernels beside eager; checkpoints; the wire.
-OLDEST_TESTS := like_torch hooks reference kernels lamb_kernels lion zero_one_kernels checkpoint checkpoint_of_others dcp
+OLDEST_TESTS := like_torch hooks reference every_op kernel_steps lion checkpoint checkpoint_of_others dcp
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLDEST_TESTS:%=tests/test_%.py) tests/wire/test_collectives.py
 

@@ -3,115 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from advance_arguments import advance_arguments
-from backends import assert_equal_backends, problem
 from ranks import simulate
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import Numerics, OneBitAdam, OneBitLamb, Wire, ZeroOneAdam, triton_kernels
+from fusedonebit import Numerics, OneBitAdam, OneBitLamb, Wire, ZeroOneAdam
 from fusedonebit.comm import CompressedAllReduce, LocalTransport, make_all_reduce
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.optim.policies import DoublingVariance, EveryStep
-from fusedonebit.triton_kernels import Coef, FlatLayout, using
-from fusedonebit.triton_kernels.finish import LANES, PIECE
-from fusedonebit.triton_kernels.headers import Flag, Word
-from fusedonebit.triton_kernels.native import library
-from fusedonebit.triton_kernels.nouns import Coefficients
-
-SOME = (300, 0, 5, 2048, 129)
-UNIT = 2.3e-16  # torch's own root of a float64 may be a unit off on CPUs: MKL rounds it only almost always right
-LONG = (45 * 128, 5, (2 * PIECE + 70) * 128, *[3] * (LANES + 2))  # of every kind of segment more than one
-
-
-def summed(sizes: tuple[int, ...], scope: str, **how: Any) -> Any:
-    """Arguments of ``finish_alone``; sums whose order shows."""
-    p = problem(sizes, 1, 128, ternary=how.pop("ternary", False))
-    p.partials.copy_(torch.rand(p.partials.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    p.partials[1] *= 50.0
-    return p.alone_arguments(scope, "contractive", **how)
-
-
-# ---------------------------------------------------------------- the op
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize(
-    "how",
-    [
-        *({}, {"limit": 1e9}, {"limit": 1e-9}, {"flags": 2, "limit": 1e-9}, {"found": 1, "limit": 1e9}),
-        *({"hold": 16}, {"hold": 16, "limit": 1e-9, "found": 1}, {"ternary": True, "limit": 1e9}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("scope", ["global", "layer", "block"])
-@pytest.mark.parametrize("sizes", [SOME, LONG], ids=["some", "long"])
-def test_finish_alone_equals_eager(sizes, scope, how):
-    assert_equal_backends("finish_alone", lambda: summed(sizes, scope, **how), float64_rtol=UNIT)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("way", [{}, {"tables": True}, {"captured": True, "flags": 0}], ids=str)
-def test_an_update_is_measured_with_coefficients_just_renewed(way):
-    def make() -> Any:
-        return summed(LONG, "layer", limit=1e9, renewal=advance_arguments(len(LONG), **way).coefficients)
-
-    assert_equal_backends("finish_alone", make, float64_rtol=UNIT)
-    arguments = make()
-    triton_kernels.finish_alone(*arguments)
-    scale, coef, (_, block_tensor, weight, _, norm) = arguments.scale, arguments.coefficients.table, arguments.limit
-    expected = (scale.double() * coef[:, Coef.UNBIAS1].double()[block_tensor] * weight.double()).square().sum().sqrt()
-    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.kernels
-def test_it_renews_the_last_step_of_a_round_as_finish_does():
-    def renewal() -> Coefficients:
-        table = advance_arguments(len(LONG), moved=True).coefficients
-        return table._replace(table=torch.full_like(table.table, math.nan), length=3)
-
-    assert_equal_backends("finish_alone", lambda: summed(LONG, "layer", renewal=renewal()), float64_rtol=UNIT)
-    alone, finish = summed(LONG, "layer", renewal=renewal()), problem(LONG).finish_arguments("layer", "l2")
-    triton_kernels.finish_alone(*alone)
-    triton_kernels.finish(*finish._replace(coefficients=(last := renewal())))
-    assert torch.equal(alone.coefficients.moved, last.moved)
-    assert torch.equal(alone.coefficients.table.nan_to_num(), last.table.nan_to_num())
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("backend", ["plain", "triton", "native"])
-def test_it_resets_its_tickets_and_repeats_its_bits(backend):
-    if backend == "native" and library() is None:
-        pytest.skip("no C compiler")
-    arguments, runs = summed(LONG, "layer", limit=1e9), []
-    for _ in range(3):
-        with using(backend):
-            triton_kernels.finish_alone(*arguments)
-        assert not arguments.segments.tickets.any()
-        written = (arguments.segments.measured, *arguments[3:6], arguments.flags, arguments.limit.norm)
-        runs.append([each.clone() for each in written])
-    for again in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
-
-
-@pytest.mark.parametrize("factor", [1.001, 0.999, math.nan])
-def test_what_is_beyond_the_limit_or_no_number_is_refused(factor):
-    arguments = summed(SOME, "layer", limit=0.0)
-    *_, limit, norm = arguments.limit
-    triton_kernels.finish_alone(*arguments)  # refuses all
-    limit.copy_(norm * factor)
-    triton_kernels.finish_alone(*arguments)
-    refused = not factor > 1
-    assert int(arguments.flags) == int(Flag.VETO) * refused
-    assert int(arguments.words[0, Word.FLAGS]) == 0
-    assert bool(arguments.segments.measured.any())
-    assert bool(arguments.scale.any()) == bool(arguments.worker_scale.any()) == (not refused)
-
+from fusedonebit.triton_kernels import Coef, FlatLayout
 
 # ---------------------------------------------------------------- the all-reduce
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends import assert_equal_backends
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_ops import Problem
-from test_adam_update import in_fewer_bits, with_uncounted
+from op_arguments import Problem
 from torch import Tensor
 
 from fusedonebit import triton_kernels
@@ -91,77 +89,25 @@ def test_overwritten_parameters_are_off_by_half_a_unit_at_most(value, stale):
         assert abs(bits(found) - bits(written)).item() <= 0x8000
 
 
-# ---------------------------------------------------------------- kernels
+# ---------------------------------------------------------------- ops
 
 
-def arguments(op: str, kept: torch.dtype, step: int, sizes=SIZES, dtypes=(torch.bfloat16,), skip=0, **how) -> Any:
-    """An op's arguments, with corrections of any size of all bfloat16 parameters, also of masked ones."""
-    p = Problem(sizes, 2, 128, **how)
-    p.params = [x.to(dtypes[i % len(dtypes)]) for i, x in enumerate(p.params)]
-    p.exp_avg_sq.mul_(p.live_mask)
-    narrow = torch.iinfo(kept)
-    correction = torch.randint(narrow.min, narrow.max + 1, (p.layout.numel,), dtype=kept, generator=p._random)
-    for i, x in enumerate(p.params):
-        if x.dtype is not torch.bfloat16:
-            correction[p.layout.offset(i) : p.layout.offset(i) + x.numel()] = 0
-    rounding = None if kept is INT16 else torch.tensor(step)
-    if op == "apply_momentum":
-        first = p.apply_arguments(p.exp_avg_sq, skip=skip, rounding=rounding)
-        return first._replace(correction=correction)
-    found, found_before = p.flags_found()
-    return p.update_arguments(skip, False, rounding)._replace(
-        found=found, found_before=found_before, correction=correction
-    )
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16,), SEVERAL], ids=["bfloat16", "several"])
-@EACH_DTYPE
-@EACH_OP
-def test_a_kernel_moves_masters_as_eager(op, kept, dtypes):
-    for sizes, step, skip, how in (((1025,), 0, 0, {}), (SIZES, 2**32 + 7, 0, MASKED), (SIZES, 5, 1, {})):
-        assert_equal_backends(op, lambda z=sizes, s=step, k=skip, h=how: arguments(op, kept, s, z, dtypes, k, **h))
-
-
-@pytest.mark.kernels
-@EACH_DTYPE
-def test_kernels_move_masters_beside_codes_as_eager(kept):
-    def make() -> tuple:
-        p = Problem(SIZES, 2, 128, masks=MASKED["masks"], dtype=torch.bfloat16)
-        p.exp_avg_sq.mul_(p.live_mask)
-        rounding = None if kept is INT16 else torch.tensor(3)
-        given = with_uncounted(p, p.update_arguments(0, False, rounding))
-        correction = torch.full((p.layout.numel,), -77, dtype=kept)
-        return given._replace(moments=in_fewer_bits(p, True), correction=correction)
-
-    assert_equal_backends("adam_update", make)
-
-
-@pytest.mark.kernels
-@EACH_DTYPE
-@EACH_OP
-def test_a_kernel_parts_nan_infinity_and_the_largest_as_eager(op, kept):
-    def make() -> tuple:
-        given = arguments(op, kept, 4, (300,))
-        given.params[0][:7] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40, 0.0]).bfloat16()
-        given.correction[:300:3] = torch.iinfo(kept).min
-        # The NaN that GPUs make: a carry would make -0.0 of it.
-        held, at = (given.moments.exp_avg, 200) if op == "adam_update" else (given.exp_avg.scale, 1)
-        held.view(torch.int32)[at] = 0x7FFFFFFF
-        return given
-
-    assert_equal_backends(op, make)
+def arguments(op: str, kept: torch.dtype) -> Any:
+    """An op's arguments, with corrections of any size of all parameters, also of masked ones."""
+    p = Problem(SIZES, 2, dtype=torch.bfloat16, **MASKED)
+    how = {"exp_avg_sq": ...} if op == "apply_momentum" else {"found": ..., "found_before": ...}
+    return p.arguments(op, correction=kept, **how)
 
 
 @EACH_DTYPE
 @EACH_OP
 def test_masters_are_moved_by_the_rule_for_float32_parameters(op, kept):
-    given = arguments(op, kept, 9, **MASKED)
+    given = arguments(op, kept)
     layout = Problem(SIZES, 2, 128).layout
     parts = [given.correction[layout.offset(i) : layout.offset(i) + n] for i, n in enumerate(SIZES)]
     masters = [join(p.float(), low) for p, low in zip(given.params, parts, strict=True)]
     before = [m.clone() for m in masters]
-    plain = arguments(op, kept, 9, **MASKED)
+    plain = arguments(op, kept)
     with using("plain"):
         getattr(triton_kernels, op)(*plain._replace(params=masters, correction=None))
         getattr(triton_kernels, op)(*given)
@@ -177,7 +123,7 @@ def test_masters_are_moved_by_the_rule_for_float32_parameters(op, kept):
 @pytest.mark.parametrize("backend", ["plain", pytest.param("native", marks=pytest.mark.needs_compiler)])
 @EACH_OP
 def test_elements_that_no_mask_lets_move_keep_their_corrections(op, backend):
-    given, before = (arguments(op, INT8, 9, **MASKED) for _ in range(2))
+    given, before = (arguments(op, INT8) for _ in range(2))
     with using(backend):
         getattr(triton_kernels, op)(*given)
     live = Problem(SIZES, 2, 128, **MASKED).live_mask

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from backends import assert_equal_backends, problem
 from optimizers import MAKE
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,7 +15,7 @@ from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.simulated import SimulatedTransport
 from fusedonebit.errors import OutOfStepError
 from fusedonebit.optim.policies import EveryStep
-from fusedonebit.triton_kernels import apply_momentum, using
+from fusedonebit.triton_kernels import using
 from fusedonebit.triton_kernels.headers import folded
 
 BACKENDS = ("plain", "triton", pytest.param("native", marks=pytest.mark.needs_compiler))
@@ -42,23 +40,6 @@ def from_deepspeed(
 ) -> ZeroOneAdam:
     config = {"lr": lr, "var_update_scaler": 2, **given}
     return ZeroOneAdam.from_deepspeed(params, config, process_group=process_group, wire=Wire(block_size=block_size))
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("skip", [0, 1])
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("ternary", [False, True])
-def test_apply_momentum_adds_all_bits_to_their_parts_digest(ternary, parts, skip):
-    def make() -> tuple:
-        p = problem((3000, 70, 2100), 4, 128, ternary=ternary, excluded=[1], masks={2: torch.arange(2100) % 700 > 300})
-        return p.apply_arguments(p.exp_avg_sq, skip=skip, digest=torch.full((parts,), 2**63 - 5))
-
-    assert_equal_backends("apply_momentum", make)
-    arguments = make()
-    apply_momentum(*arguments)
-    rows = np.ascontiguousarray(arguments.exp_avg.bits.numpy()).reshape(parts, -1).astype(object)
-    expected = [2**63 - 5 + sum(int(byte) << 8 * (j % 8) for j, byte in enumerate(row)) for row in rows]
-    assert [n % 2**64 for n in arguments.digest.tolist()] == [n % 2**64 for n in expected]
 
 
 def steps(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from backends import assert_equal_backends, problem
 from frozen_dtype_runs import params, train, values
 from optimizers import ADAM_AND_LAMB, ONEBIT, UNGUARDED
 from ranks import simulate
@@ -19,23 +18,6 @@ from fusedonebit.triton_kernels import Coef, update_sums
 
 SIZES = (300, 0, 5, 2048, 129)
 HALF: dict[str, Any] = {"frozen_dtype": torch.bfloat16}
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.kernels
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("op", ["momentum_compress", "apply_momentum", "lamb_ratio", "lamb_ratio, preconditioned"])
-def test_every_backend_reads_a_variance_in_bfloat16_alike(op, inside):
-    def make() -> tuple:
-        p = problem(SIZES, 2, 128, special=op == "momentum_compress")
-        p.exp_avg_sq = p.exp_avg_sq.bfloat16()
-        if op == "momentum_compress":
-            return p.momentum_arguments(p.exp_avg_sq, inside)
-        if op == "apply_momentum":
-            return p.apply_arguments(p.exp_avg_sq, inside)
-        return p.lamb_ratio_arguments(eps_inside_sqrt=inside, preconditioned="," in op, blend=True)
-
-    assert_equal_backends(op.split(",")[0], make)
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")

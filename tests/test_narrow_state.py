@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backends import assert_equal_backends, problem
 from frozen_dtype_runs import params, train, values
+from op_arguments import Problem
 from optimizers import by_name, objects
 from ranks import run_ranks, simulate
-from reference_ops import Problem
-from renewal_arguments import renew_arguments, tell_arguments
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,10 +19,8 @@ from fusedonebit import Lamb, Numerics, OneBitAdam, OneBitLamb, Wire, dcp, trito
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import settle
 from fusedonebit.triton_kernels.codes import in_float32, keep_nearest
-from fusedonebit.triton_kernels.nouns import Compensated, Divisor, Moments, Stored
+from fusedonebit.triton_kernels.nouns import Compensated, Stored
 
-SIZES = (300, 0, 5, 2048, 129)
-MASKS = {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}
 KINDS: dict[str, dict[str, Any]] = {
     "frozen": {"freeze_step": 4},
     "living": {"warmup": 4},
@@ -32,10 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "ternary": {"freeze_step": 4, "ternary": True},
     "buckets": {"freeze_step": 4, "buckets": 2, "scale_scope": "layer"},
 }
-LATER = torch.tensor(2**33 + 5)
-"""Updates done: a number that 32 bits do not hold."""
-
-
 NARROW = [(kind, "bf16") for kind in KINDS] + [(kind, "8bit") for kind in KINDS if kind != "undivided"]
 each_kind = pytest.mark.parametrize(("kind", "state"), NARROW)
 each_state = pytest.mark.parametrize("state", ["bf16", "8bit"])
@@ -63,67 +55,10 @@ def rows_of(*stored: Stored) -> Tensor | None:
 # ---------------------------------------------------------------- ops
 
 
-@pytest.mark.kernels
-@pytest.mark.long(but=3)
-@each_state
-@pytest.mark.parametrize("ternary", [False, True])
-@pytest.mark.parametrize("follows", [False, True])
-def test_every_backend_compresses_from_and_to_fewer_bits_alike(ternary, follows, state):
-    def make() -> tuple:
-        p = problem(SIZES, 2, 128, ternary=ternary, masks=MASKS)
-        p.grads[0].view(-1)[3] = torch.inf  # of which c keeps nothing
-        c = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
-        v, v_of_live = (kept(x, state, signed=False) for x in (p.exp_avg_sq, p.exp_avg_sq * p.table.mask()))
-        compensated = Compensated(c.numbers, p.worker_scale, rows_of(c, v, v_of_live), LATER)
-        how = {"compensated": compensated, "exp_avg_sq": Divisor(*v, False), "worker_sq": v_of_live.numbers}
-        return p.momentum_arguments()._replace(**how if follows else how | {"worker_sq": None})
-
-    assert_equal_backends("momentum_compress", make)
-
-
-@pytest.mark.kernels
-@pytest.mark.long(but=4)
-@each_state
-@pytest.mark.parametrize("ternary", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3, 9])
-def test_every_backend_serves_from_and_to_fewer_bits_alike(world_size, ternary, state):
-    def make() -> tuple:
-        p = problem(SIZES, world_size, 128, ternary=ternary, masks=MASKS)
-        arguments = p.server_arguments("layer", world_size - 1)
-        c = kept(arguments.compensated.numbers, state)
-        return arguments._replace(compensated=Compensated(c.numbers, arguments.compensated.scale, rows_of(c), LATER))
-
-    assert_equal_backends("server_reduce", make)
-
-
-@pytest.mark.kernels
-@each_state
-@pytest.mark.parametrize("how", [{}, {"server": True, "writes": False}, {"divided": False}])
-def test_every_backend_brings_fewer_bits_to_another_unit_alike(how, state):
-    def make() -> tuple:
-        arguments = renew_arguments(problem(SIZES, 2, 128, masks=MASKS), **how)
-        v = kept(arguments.exp_avg_sq.numbers, state, signed=False)
-        arguments = arguments._replace(exp_avg_sq=Divisor(*v, False))
-        if arguments.compensated is None:
-            return arguments
-        return arguments._replace(compensated=kept(arguments.compensated.numbers, state))
-
-    assert_equal_backends("renew", make)
-
-
-@pytest.mark.kernels
-def test_every_backend_tells_squares_that_are_codes_alike():
-    def make() -> tuple:
-        arguments = tell_arguments(problem(SIZES, 2, 128, masks=MASKS))
-        return arguments._replace(worker_sq=kept(arguments.worker_sq.numbers, "8bit", signed=False))
-
-    assert_equal_backends("tell_squares", make)
-
-
 def compressed(p: Problem, start: Tensor, state: str, updates: int) -> tuple[Tensor, Tensor, Tensor]:
     """c from ``start`` as it is kept, float32, its bits and its sums."""
     stored = Stored(start.clone()) if state == "fp32" else kept(start, state)
-    arguments = p.momentum_arguments(p.exp_avg_sq if stored.exponents is None else None)
+    arguments = p.arguments("momentum_compress", exp_avg_sq=... if p.exp_avg_sq is not None else None)
     compensated = Compensated(stored.numbers, p.worker_scale, rows_of(stored), torch.tensor(updates))
     triton_kernels.momentum_compress(*arguments._replace(compensated=compensated))
     return in_float32(*compensated.stored).clone(), p.bits.clone(), p.partials.clone()
@@ -135,7 +70,7 @@ UNIT = {"bf16": 2.0**-7, "8bit": 2.0**-3}
 
 @each_state
 def test_what_is_kept_is_next_to_float32_and_unbiased(state):
-    p, draws = problem((3072,), 1, 128), 400
+    p, draws = Problem((3072,)), 400
     start = in_float32(*kept(p.compensated, state))
     if state == "8bit":
         p.exp_avg_sq = None
@@ -155,7 +90,7 @@ def test_what_is_kept_is_next_to_float32_and_unbiased(state):
 
 @each_state
 def test_what_is_sent_and_kept_adds_up_to_what_was_compressed(state):
-    p = problem((3072,), 1, 128)
+    p = Problem((3072,))
     start = in_float32(*kept(p.compensated, state))
     c, bits, partials = compressed(p, start, state, 7)
     rows = c.double().view(-1, 128)
@@ -168,25 +103,6 @@ def test_what_is_sent_and_kept_adds_up_to_what_was_compressed(state):
     left = in_float32(*residual.stored).double().view_as(rows)
     most = torch.maximum((rows - sent).abs(), (rows - sent).abs().amax(1, keepdim=True) * 2.0**-15)
     assert ((left + sent - rows).abs() <= most * UNIT[state] / 2).all()
-
-
-@pytest.mark.kernels
-@each_state
-@pytest.mark.parametrize("inside", [False, True])
-def test_every_backend_takes_a_lamb_step_in_fewer_bits_alike(inside, state):
-    def make(found: bool = True) -> tuple:
-        p = problem(SIZES, 2, 128, masks=MASKS)
-        p.grads[0].view(-1)[3] = torch.inf
-        v = kept(torch.where(p.table.mask(), p.exp_avg_sq, 0.0), state, signed=False)
-        m = kept(torch.where(p.table.mask(), p.compensated, 0.0), state)
-        moments = Moments(m.numbers, v.numbers, rows_of(m, v), LATER)
-        if not found:
-            return p.lamb_move_arguments(inside)._replace(moments=moments)
-        flags = dict(zip(("found", "found_before"), p.flags_found(), strict=True))
-        return p.lamb_update_arguments(inside)._replace(moments=moments, **flags)
-
-    assert_equal_backends("lamb_update", make)
-    assert_equal_backends("lamb_move", lambda: make(found=False))
 
 
 # ---------------------------------------------------------------- the optimizer

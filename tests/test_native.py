@@ -9,7 +9,7 @@ import pytest
 import torch
 from backends import bits_of, tensors
 from native_calls import alone
-from reference_ops import Problem
+from op_arguments import Problem
 
 from fusedonebit import Faults, OneBitAdam, triton_kernels
 from fusedonebit.triton_kernels import backend, native, using
@@ -56,7 +56,7 @@ def test_without_a_compiler_eager_says_why_and_has_the_same_bits(tmp_path):
 def test_several_threads_give_the_bits_of_one():
     def run(threads: int) -> list[torch.Tensor]:
         problem = Problem((300_000, 1000, 77), 2)
-        arguments = problem.momentum_arguments(problem.exp_avg_sq)
+        arguments = problem.arguments("momentum_compress", exp_avg_sq=...)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -100,7 +100,7 @@ def test_c_kernels_are_refused_for_other_devices_or_if_missing(monkeypatch):
 @needs_compiler
 def test_tensors_that_c_would_misread_are_named():
     with using("native"):
-        given = Problem((300,), 1, 128).momentum_arguments()
+        given = Problem((300,)).arguments("momentum_compress")
         arguments = given._replace(compensated_numbers=given.compensated_numbers.double())
         with pytest.raises(ValueError, match=r"must be float32 or bfloat16 or uint8 .*, got float64"):
             triton_kernels.momentum_compress(*arguments)
@@ -112,17 +112,16 @@ def test_tensors_that_c_would_misread_are_named():
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("op", "arguments", "name"),
+    ("op", "name"),
     [
-        ("momentum_compress", lambda p: p.momentum_arguments(), "compensated.numbers"),
-        ("server_reduce", lambda p: p.server_arguments(), "compensated.numbers"),
-        ("adam_update", lambda p: p.update_arguments(sums=False), "moments.exp_avg"),
-        ("lamb_update", lambda p: p.lamb_update_arguments(sums=False), "norms"),
+        ("momentum_compress", "compensated.numbers"),
+        ("server_reduce", "compensated.numbers"),
+        ("adam_update", "moments.exp_avg"),
+        ("lamb_update", "norms"),
     ],
-    ids=["momentum_compress", "server_reduce", "adam_update", "lamb_update"],
 )
-def test_a_tensor_in_the_place_of_one_left_out_is_checked_too(op, arguments, name):
-    given, flat_name = arguments(Problem((300,), 1, 128)), name.replace(".", "_")
+def test_a_tensor_in_the_place_of_one_left_out_is_checked_too(op, name):
+    given, flat_name = Problem((300,)).arguments(op), name.replace(".", "_")
     tensor = getattr(given, flat_name)
     other = torch.float64 if tensor.dtype == torch.float32 else torch.float32
     arguments = given._replace(**{flat_name: tensor.to(other)})
@@ -132,7 +131,7 @@ def test_a_tensor_in_the_place_of_one_left_out_is_checked_too(op, arguments, nam
 
 @needs_compiler
 def test_too_short_tensors_are_named_before_anything_is_read():
-    given, one = Problem((300,), 4, 128).momentum_arguments(torch.ones(512)), torch.zeros(1, dtype=torch.int32)
+    given, one = Problem((300,), 4).arguments("momentum_compress", exp_avg_sq=...), torch.zeros(1, dtype=torch.int32)
     ways = [
         ({"places": given.places._replace(live_row=one)}, r"places.live_row must be int32 \[B\] = \[4\]"),
         (
@@ -164,12 +163,12 @@ def test_gradients_and_parameters_without_memory_are_refused():
     params[1].data.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"has no memory: its storage was freed"):
         optimizer.step()
-    problem = Problem((300,), 1, 128)
+    arguments = Problem((300,)).arguments("momentum_compress", grads=[torch.randn(299)])
     with (
         pytest.raises(ValueError, match=r"grads must be .* \[300\] elements, or none, .* with \[299\]"),
         using("native"),
     ):
-        triton_kernels.momentum_compress([torch.randn(299)], *problem.momentum_arguments()[1:])
+        triton_kernels.momentum_compress(*arguments)
 
 
 def test_eagers_root_is_correctly_rounded_with_and_without_numpy():

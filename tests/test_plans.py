@@ -9,8 +9,7 @@ import weakref
 import pytest
 import torch
 from backends import bits_of
-from op_arguments import flat
-from reference_ops import Problem
+from op_arguments import Problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedonebit import OneBitAdam, triton_kernels
@@ -68,10 +67,10 @@ def test_a_step_like_the_last_binds_nothing_and_launches_as_much(bound):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["momentum_compress", "apply_momentum"])
-def test_a_launch_at_the_same_addresses_on_other_shapes_and_numbers_is_bound_anew(name, bound):
+def test_the_same_addresses_with_other_shapes_are_bound_anew(name, bound):
     p = Problem((3000, 70), 1, 128)
     kept = tables_of(p.layout, torch.device("cpu"))
-    given = p.momentum_arguments() if name == "momentum_compress" else p.apply_arguments()
+    given = p.arguments(name)
     op = getattr(triton_kernels, name)
     op(*given)
     op(*given)
@@ -95,7 +94,7 @@ def test_what_is_copied_for_a_launch_is_copied_each_time(bound):
 
 
 @needs_compiler
-def test_an_optimizer_in_the_memory_of_one_that_is_gone_gives_the_bits_of_eager():
+def test_an_optimizer_in_memory_of_one_that_is_gone_is_as_eager():
     def run() -> list[torch.Tensor]:
         optimizer, params = optimizer_of((40, 3), (9,), (1500,))
         for seed in range(5):
@@ -120,19 +119,19 @@ def test_dispatch_modes_and_profilers_see_every_op():
     p = Problem((300, 7), 1, 128)
     names: set[str] = set()
     with Names():
-        triton_kernels.momentum_compress(*p.momentum_arguments())
+        triton_kernels.momentum_compress(*p.arguments("momentum_compress"))
     assert "fusedonebit::momentum_compress" in names
     with torch.profiler.profile() as profile:
-        triton_kernels.momentum_compress(*p.momentum_arguments())
+        triton_kernels.momentum_compress(*p.arguments("momentum_compress"))
     assert "fusedonebit::momentum_compress" in {event.key for event in profile.key_averages()}
 
 
-def test_arguments_that_are_no_plain_tensors_go_through_the_dispatcher():
+def test_arguments_but_plain_tensors_go_through_the_dispatcher():
     class Own(torch.Tensor):
         pass
 
     p = Problem((300, 7), 1, 128)
-    arguments = list(flat("momentum_compress", p.momentum_arguments()))
+    arguments = list(p.arguments("momentum_compress").flat)
     op = OPS["momentum_compress"]
     assert op.is_direct(arguments)
     first = next(i for i, x in enumerate(arguments) if isinstance(x, list))
@@ -146,7 +145,7 @@ def test_arguments_that_are_no_plain_tensors_go_through_the_dispatcher():
 # ---------------------------------------------------------------- users' tensors
 
 
-def test_a_pattern_tells_shapes_strides_dtypes_and_devices_apart_and_keeps_no_tensor():
+def test_a_pattern_tells_layouts_apart_and_keeps_no_tensor():
     pattern = Pattern()
     x = torch.zeros(4, 4)
     assert not pattern.fits([x])
@@ -174,7 +173,7 @@ def test_facts_are_taken_anew_where_an_address_has_changed():
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-def test_a_gradient_that_is_turned_in_place_is_taken_in_its_new_order():
+def test_a_gradient_turned_in_place_is_taken_in_its_new_order():
     optimizer, params = optimizer_of((8, 8))
     twin, twins = copy.deepcopy((optimizer, params))
     for seed in range(6):

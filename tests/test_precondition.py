@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import reference_ops as reference
 import torch
 from observe import fingerprint, observe
+from op_arguments import Problem, wide
 from optimizers import ADAM_AND_LAMB, UNGUARDED, construct
 from ranks import simulate
-from reference_ops import Problem, wide
 from torch import Tensor
 
 from fusedonebit import triton_kernels as ops
@@ -41,13 +40,13 @@ def least_of(p: Problem, inside: bool) -> Tensor:
 
 
 def frozen(p: Problem, inside: bool) -> np.ndarray:
-    ops.freeze(*p.freeze_arguments(inside, True, torch.ones(len(SIZES)), least_of(p, inside)))
+    ops.freeze(p.places, p.compensated, p.exp_avg_sq, inside, True, p.coef, torch.ones(len(SIZES)), least_of(p, inside))
     return wide(p.exp_avg_sq)
 
 
 def largest_multiples(p: Problem, v: np.ndarray, median: np.ndarray, inside: bool) -> np.ndarray:
     """Of each element, its 1/denom as a multiple of that of the median v."""
-    return reference.denom(p, np.full(v.shape, float(median)), inside) / reference.denom(p, v, inside)
+    return p.denom(np.full(v.shape, float(median)), inside) / p.denom(v, inside)
 
 
 @eps_inside

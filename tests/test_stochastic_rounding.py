@@ -9,14 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from backends import assert_equal_backends
 from checkpoint_runs import resume
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from observe import fingerprint
+from op_arguments import Problem
 from optimizers import EACH, UNGUARDED, construct, objects
 from ranks import simulate, warned
-from reference_ops import Problem
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -37,26 +34,17 @@ def arguments(
     step: int | None,
     sizes: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...] = BFLOAT16,
-    block: int = 128,
-    skip: int = 0,
-    **layout: object,
 ) -> Any:
     """An op's arguments after ``step`` updates, or None to round to nearest; dtypes take turns."""
-    p = Problem(sizes, 2, block, **layout)
+    p = Problem(sizes, 2)
     # What bfloat16 can represent, also where a test keeps it in float32 to see what would be rounded.
     p.params = [x.bfloat16().to(dtypes[i % len(dtypes)]) for i, x in enumerate(p.params)]
-    rounding = None if step is None else torch.tensor(step)
-    if op == "adam_update":
-        p.exp_avg_sq.mul_(p.live_mask)  # as it is where nothing ever counted: kernels leave whole blocks of it alone
-        return p.update_arguments(skip, sums=False, rounding=rounding)
-    if op == "apply_momentum":
-        return p.apply_arguments(p.exp_avg_sq, skip=skip, rounding=rounding)
-    return p.lamb_move_arguments(skip=skip, rounding=rounding)
+    return p.arguments(op, rounding=step, **{"exp_avg_sq": ...} if op == "apply_momentum" else {})
 
 
-def moved(op: str, *how: object, **layout: object) -> list[Tensor]:
+def moved(op: str, *how: object) -> list[Tensor]:
     """The parameters after the op, as eager rounds them."""
-    given = arguments(op, *how, **layout)
+    given = arguments(op, *how)
     with using("plain"):
         getattr(triton_kernels, op)(*given)
     return given[0]
@@ -75,54 +63,6 @@ def tile(start: int, numel: int) -> Tile:
 def drawn(step: int, start: int, numel: int) -> Tensor:
     """The random bits of some elements."""
     return random_bits(torch.tensor(step), tile(start, numel), 128).view(-1)
-
-
-# ---------------------------------------------------------------- kernels and eager
-
-
-@pytest.mark.long(but=1, full=True)
-@pytest.mark.kernels
-@pytest.mark.parametrize("dtypes", [BFLOAT16, SEVERAL], ids=["bfloat16", "several"])
-@pytest.mark.parametrize("sizes", [(1,), (7,), (1024,), (1025,), (5000,), (300, 0, 5, 1100, 129)])
-@EACH_OP
-def test_a_kernel_rounds_as_eager(op, sizes, dtypes):
-    for step, block, skip in (
-        (0, 128, 0),
-        (12_345, 1024, 0),
-        (2**31 + 2**24 + 1, 1024, 0),
-        (2**32 + 7, 128, 0),
-        (7, 128, 1),
-    ):
-        assert_equal_backends(op, lambda s=step, b=block, k=skip: arguments(op, s, sizes, dtypes, b, k))
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.kernels
-@EACH_OP
-def test_a_kernel_rounds_as_eager_what_no_mask_keeps_still(op):
-    sizes = (300, 0, 5, 1100, 129)
-    assert_equal_backends(op, lambda: arguments(op, 3, sizes, SEVERAL, **MASKED))
-    before = [x.bfloat16() for x in Problem(sizes, 2, 128).params]
-    after = moved(op, 3, sizes, **MASKED)
-    still = ~MASKED["masks"][0]
-    assert torch.equal(after[0][still], before[0][still])
-    assert torch.equal(after[2], before[2])
-    assert not torch.equal(after[0], before[0])
-
-
-@pytest.mark.kernels
-@settings(max_examples=12)
-@given(
-    st.sampled_from(OPS),
-    st.lists(st.integers(1, 5000), min_size=1, max_size=2),
-    st.integers(0, 2**40),
-    st.randoms(use_true_random=False),
-)
-def test_any_layout_and_step_rounds_alike(op, sizes, step, random):
-    masks = {i: torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.7 for i, n in enumerate(sizes)}
-    masks = {i: mask for i, mask in masks.items() if random.random() < 0.4}
-    dtypes = random.choice([BFLOAT16, SEVERAL])
-    assert_equal_backends(op, lambda: arguments(op, step, tuple(sizes), dtypes, 256, masks=masks))
 
 
 elements, random_words, random_sixteen = (
@@ -183,21 +123,6 @@ def test_bfloat16_values_stay_and_only_above_the_largest_is_inf():
     assert stochastic(above, torch.tensor([1], dtype=torch.int32)).item() == torch.inf
 
 
-def with_special(op: str, step: int) -> Any:
-    given = arguments(op, step, (300,))
-    given[0][0][:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3.3895e38, 1e-40]).bfloat16()
-    # The NaN that GPUs make: a carry would make -0.0 of it. In a momentum, or in the scale of the second block.
-    momentum, at = (given.exp_avg.scale, 1) if op == "apply_momentum" else (given.moments.exp_avg, 200)
-    momentum.view(torch.int32)[at] = 0x7FFFFFFF
-    return given
-
-
-@pytest.mark.kernels
-@EACH_OP
-def test_a_kernel_rounds_nan_infinity_and_the_largest_as_eager(op):
-    assert_equal_backends(op, lambda: with_special(op, 4))
-
-
 @EACH_OP
 def test_an_op_rounds_to_a_neighbour_of_its_float32_result(op):
     sizes = (5000, 129)
@@ -234,7 +159,7 @@ def test_steps_of_a_32nd_of_a_unit_move_every_32nd_element():
     p.exp_avg_scale.fill_(1.0)
     p.exp_avg_bits.zero_()  # minus signs: up by 2^-12, a 32nd of a unit
     with using("plain"):
-        triton_kernels.apply_momentum(*p.apply_arguments(rounding=torch.tensor(2)))
+        triton_kernels.apply_momentum(*p.arguments("apply_momentum", rounding=2))
     up = (p.params[0] == 1 + 2**-7).double().mean()
     assert ((p.params[0] == 1) | (p.params[0] == 1 + 2**-7)).all()
     assert abs(up - 1 / 32) < 4 * (31 / 32**2 / 4096) ** 0.5

@@ -1,133 +1,21 @@
-"""Ternary compression, sign and zero in two bits (Tarasov & Ershov, section 4): kernels, whole runs, the wire."""
+"""Ternary compression, sign and zero in two bits (Tarasov & Ershov, section 4): whole runs, the wire."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import reference_ops as reference
 import torch
-from backends import assert_equal_backends, problem
 from observe import change_header, fingerprint, observe
+from op_arguments import Problem, wide
+from op_formulas import sign
 from optimizers import ADAM_AND_LAMB, PAPER, UNGUARDED, construct
 from ranks import simulate
-from reference_ops import RATIO_WAYS, Problem, wide
-from test_kernels import EACH_SIZE, SIZES, block_of
-from torch import Tensor
 from torch.nn import Parameter
 
 from fusedonebit import triton_kernels as ops
 from fusedonebit.checkpoint import header_of
 from fusedonebit.comm import CompressedAllReduce, Transport
 from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, using
-
-SOME_DTYPES = (torch.float32, torch.bfloat16)
-WORLD_SIZES = (1, 2, 3)
-# A gradient is widened as it is loaded, whatever its message is like; in test_kernels.py every pair runs.
-EACH_WORLD_SIZE_AND_DTYPE = pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    [
-        pytest.param(w, dtype, marks=() if w % 2 == (dtype == torch.float32) else pytest.mark.full)
-        for w in WORLD_SIZES
-        for dtype in SOME_DTYPES
-    ],
-)
-
-# ---------------------------------------------------------------- kernels equal eager
-
-
-def make(sizes: tuple[int, ...], world_size: int = 2, dtype: torch.dtype = torch.float32, **options: object) -> Problem:
-    return problem(sizes, world_size, block_of(sizes), dtype, ternary=True, **options)
-
-
-def masks(sizes: tuple[int, ...]) -> dict[int, Tensor]:
-    return {0: torch.arange(sizes[0]) % 3 > 0}
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.kernels
-@EACH_WORLD_SIZE_AND_DTYPE
-@EACH_SIZE
-def test_momentum_compress_equals_eager(sizes, world_size, dtype):
-    for options in ({"special": True, "masks": masks(sizes)}, {})[: 1 if max(sizes) > 10_000 else 2]:
-
-        def arguments(options=options) -> tuple:
-            p = make(sizes, world_size, dtype, **options)
-            return p.momentum_arguments(p.exp_avg_sq if options else None)
-
-        assert_equal_backends("momentum_compress", arguments)
-
-
-@pytest.mark.kernels
-def test_compressing_nothing_but_zeros_equals_eager():
-    def arguments() -> tuple:
-        p = make(SIZES[-1])
-        for x in (p.compensated, p.exp_avg_bits, *p.grads):
-            x.zero_()
-        p.compensated[::2] = -0.0
-        return p.momentum_arguments()
-
-    *_, bits, partials, _, _ = made = arguments()
-    assert_equal_backends("momentum_compress", arguments)
-    ops.momentum_compress(*made)
-    assert not partials.any()
-    assert not bits[:, 1].any()
-    assert (bits[:, 0] == 255).all()
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("norm", SCALE_NORMS)
-@pytest.mark.parametrize("scope", ["global", "layer", "block"])
-def test_finish_equals_eager(scope, norm):
-    def arguments() -> tuple:
-        p = make(SIZES[-1], 3)
-        ops.momentum_compress(*p.momentum_arguments())
-        return p.finish_arguments(scope, norm)
-
-    assert_equal_backends("finish", arguments)
-
-
-@pytest.mark.long(but=4, full=True)
-@pytest.mark.kernels
-@pytest.mark.parametrize("skip", [0, 1])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@EACH_SIZE
-def test_server_reduce_equals_eager(sizes, world_size, skip):
-    def arguments() -> tuple:
-        return make(sizes, world_size, masks=masks(sizes)).server_arguments("layer", world_size - 1, skip)
-
-    assert_equal_backends("server_reduce", arguments)
-
-
-@pytest.mark.long(but=2)
-@pytest.mark.kernels
-@pytest.mark.parametrize("dtype", SOME_DTYPES)
-@EACH_SIZE
-def test_apply_momentum_equals_eager(sizes, dtype):
-    for preconditioned in (False, True):
-
-        def arguments(preconditioned=preconditioned) -> tuple:
-            p = make(sizes, 3, dtype, masks=masks(sizes))
-            return p.apply_arguments(None if preconditioned else p.exp_avg_sq)
-
-        assert_equal_backends("apply_momentum", arguments)
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.kernels
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize(
-    "sizes", [s if s in ((1,), (1025,), SIZES[-1]) else pytest.param(s, marks=pytest.mark.full) for s in SIZES]
-)
-def test_lamb_ratio_equals_eager(sizes, world_size):
-    for i, way in enumerate(RATIO_WAYS):
-        if i % (5 if max(sizes) > 10_000 else 3) != world_size - 1:
-            continue  # the interpreter is slow: each way at one world size
-
-        def arguments(way=way, i=i) -> tuple:
-            return make(sizes, world_size, SOME_DTYPES[i % 2], masks=masks(sizes)).lamb_ratio_arguments(*way)
-
-        assert_equal_backends("lamb_ratio", arguments)
-
 
 # ---------------------------------------------------------------- one round, by hand
 
@@ -158,16 +46,16 @@ def test_the_l2_scale_and_its_residual_count_what_is_not_zero():
 @pytest.mark.parametrize("norm", ["l1", "contractive"])
 def test_scales_contract_what_is_mostly_zero(norm):
     """One element that stands out among zeros is sent exactly."""
-    p = Problem((1000,), ternary=True)
+    p = Problem((1000,), ternary=True, scope="global")
     for x in (p.compensated, p.worker_scale, p.exp_avg_scale, p.grads[0]):
         x.zero_()
     p.grads[0][7] = 2.0
-    ops.momentum_compress(*p.momentum_arguments())
-    arguments = p.finish_arguments("global", norm)
+    ops.momentum_compress(*p.arguments("momentum_compress"))
+    arguments = p.arguments("finish", partials=p.partials, norm=SCALE_NORMS[norm])
     ops.finish(*arguments)
     c, s = wide(p.compensated), float(arguments.segments.measured[0])
     assert c[7] != 0
-    assert not (c - s * reference.sign(c, True)).any()
+    assert not (c - s * sign(c, True)).any()
 
 
 # ---------------------------------------------------------------- whole runs

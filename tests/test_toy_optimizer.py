@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from backends import DTYPES, assert_equal_backends, compared, problem
+from backends import assert_equal_backends, compared
 from hypothesis import HealthCheck, given, settings
-from op_arguments import flat
+from op_draws import draws
 from ranks import run_ranks, simulate
 from sequences import OPTIMIZERS, check, sequences, simulated
 from torch.nn import Linear, Parameter, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
-from zero_one_arguments import lion_arguments
 
 from fusedonebit import dcp, ddp
 from fusedonebit.comm import SignVote
@@ -158,10 +157,9 @@ def test_groups_without_weight_decay_do_not_decay():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_backends_have_the_same_bits(dtype):
-    for special in (False, True):
-        assert_equal_backends("toy_vote", lambda s=special: lion_arguments(problem([700, 1, 1500], 2, 128, dtype, s)))
+def test_all_backends_have_the_same_bits():
+    for draw in draws("toy_vote", 0, 16):
+        assert_equal_backends("toy_vote", draw.make)
 
 
 @rule
@@ -176,7 +174,8 @@ toy_branches = vote_op("toy_branches", moved)
 
 @pytest.mark.kernels
 def test_a_rule_may_call_others_and_be_called_as_they_are():
-    assert_equal_backends("toy_branches", lambda: lion_arguments(problem([700, 1, 1500], 2, 128, special=True)))
+    for draw in draws("toy_branches", 0, 16):
+        assert_equal_backends("toy_branches", draw.make)
 
 
 @pytest.mark.kernels
@@ -191,8 +190,8 @@ def test_a_run_has_the_same_bits_on_all_backends():
 
 
 def test_the_op_is_registered_cleanly():
-    given = flat("toy_vote", lion_arguments(problem([300, 7])))
-    torch.library.opcheck(torch.ops.fusedonebit.toy_vote.default, given)
+    (draw,) = draws("toy_vote", 0, 1)
+    torch.library.opcheck(torch.ops.fusedonebit.toy_vote.default, draw.make().flat)
 
 
 def test_a_rule_with_what_other_backends_lack_is_refused():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from reference_ops import checksum_of
+from step_formulas import checksum_of
 
 from benchmarks.shapes import MODELS, sizes
 from benchmarks.wire import NUMERICS, wire_bytes

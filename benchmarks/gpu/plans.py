@@ -31,7 +31,7 @@ GPU_TESTS, FAR = "tests/gpu", "tests/gpu/test_gpu_far.py"
 RANKS, NCCL, COMPILED = "two-ranks", "nccl", "compiled_step"
 """A job; and what names of tests have that are one of their own."""
 SHARES, SHARES_OF_A_DRY_RUN, MOST = 15, 400, 16
-"""Processes of tests (with fewer cores, jobs take turns); how many cases of each function a check takes, of 1,700."""
+"""Processes of tests (with fewer cores, jobs take turns); how many cases of each function and name a check takes."""
 
 
 class Times(NamedTuple):

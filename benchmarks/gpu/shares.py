@@ -1,8 +1,8 @@
 """A plugin of pytest (``-p benchmarks.gpu.shares``): takes a share of the tests, smallest first, and notes each.
 
-One case of each function comes before any function's second, cases in an order that mixes their parameters, and the
-largest shapes last, so that a run which is ended has seen something of everything. The record is replaced at each test:
-what ends the process ends no other test's result.
+One case of each function, and of each ``name`` that it is called with, comes before any second, cases in an order that
+mixes their parameters, and the largest shapes last, so that a run which is ended has seen something of everything. The
+record is replaced at each test: what ends the process ends no other test's result.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     keyed = []
     for item in random.Random(0).sample(items, len(items)):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        kind = item.nodeid.partition("[")[0], elements(parameters) >= LARGE
-        keyed.append(((LAST in item.path.stem, kind[1], seen[kind]), item))
+        large = elements(parameters) >= LARGE
+        kind = f"{item.nodeid.partition('[')[0]} {parameters.get('name', '')}", large
+        keyed.append(((LAST in item.path.stem, large, seen[kind]), item))
         seen[kind] += 1
     share, of = map(int, config.getoption("--share").split("/"))
     ordered = sorted((pair for pair in keyed if pair[0][-1] < config.getoption("--most")), key=lambda pair: pair[0])

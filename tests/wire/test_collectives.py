@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_formulas import scale_of, sign
 from ranks import run_ranks
-from reference_ops import scale_of, sign
 from torch import Tensor
 
 from fusedonebit.comm import (
