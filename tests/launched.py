@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import runpy
 import signal
 import sys
@@ -79,3 +80,9 @@ def _run(program: Path, environment: dict[str, str], output: Path) -> None:
     os.chdir(program.parent)
     sys.argv = [str(program)]
     runpy.run_path(str(program), run_name="__main__")
+
+
+def check_bytes(printed: str, messages: int) -> None:
+    """650 parameters, two messages to one peer (of an owner one): each a header, a scale, half of the padded bits."""
+    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", printed)]
+    assert messages * 650 / 16 < sent <= messages * (48 + 64)

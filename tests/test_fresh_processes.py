@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pages
 import pytest
-import test_documentation as pages
 import torch
 from fresh import ROOT, Torch, environment
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
+from native_steps import steps
 
-from fusedonebit import Faults, OneBitAdam
 from fusedonebit.triton_kernels import native, using
 
 pytestmark = pytest.mark.needs_compiler
@@ -30,7 +29,7 @@ SERVER = """
 import json, os, signal, sys, tempfile, traceback, warnings
 from pathlib import Path
 import torch
-from test_native_cache import steps
+from native_steps import steps
 from fusedonebit.triton_kernels import native
 torch.set_num_threads(1)
 steps()  # in plain torch; imports what the first step does
@@ -82,17 +81,6 @@ __attribute__((constructor)) void plant(void) { fclose(fopen(getenv("WITNESS"), 
 UMASKS = (0o000, 0o002, 0o022, 0o077)
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="files of other owners: only root can make them")
-
-
-def steps() -> tuple[str, str]:
-    """The backend of a few steps, and the bits that they end with."""
-    generator = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(3000, generator=generator))
-    optimizer = OneBitAdam([p], 1e-2, freeze_step=2, faults=Faults(guard="off"))
-    for _ in range(4):
-        p.grad = torch.randn(3000, generator=generator)
-        optimizer.step()
-    return str(optimizer.stats()["backend"]), str(p.detach().view(torch.int32).sum().item())
 
 
 @pytest.fixture(scope="module")

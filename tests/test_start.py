@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launched import launched
+from launched import check_bytes, launched
 
 PAGE = Path(__file__).parent.parent / "docs" / "start.md"
 
@@ -46,9 +46,3 @@ def test_quick_start_runs_under_torchrun(tmp_path: Path):
     )
     assert result.returncode == 0, result.stderr
     check_bytes(result.stdout, messages=2)
-
-
-def check_bytes(printed: str, messages: int) -> None:
-    """650 parameters, two messages to one peer (of an owner one): each a header, a scale, half of the padded bits."""
-    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", printed)]
-    assert messages * 650 / 16 < sent <= messages * (48 + 64)
