@@ -10,6 +10,7 @@ from op_arguments import Array, wide
 from op_formulas import (
     EPS32,
     FORMULAS,
+    SMALLEST,
     SUMMED,
     Wide,
     agreed,
@@ -47,7 +48,7 @@ def momentum_compress(w: Wide, after: Any) -> None:
     if a.worker_sq is not None:
         own = w.k(Coef.BETA2) * w.of(a.worker_sq) + w.k(Coef.ONE_MINUS_BETA2) * g * g
         own = np.where(w.live, np.where(bad | ~fits(own), w.of(a.worker_sq), own), 0.0)
-        close(w.of(after.worker_sq), own, 8 * EPS32, 2.0**-149)
+        close(w.of(after.worker_sq), own, 8 * EPS32, SMALLEST)
         v = None if v is None else np.where(v > 0, v, w.of(after.worker_sq))
     unit = w.k(Coef.UNIT) / (1 if v is None else w.denom(v, a.exp_avg_sq.eps_inside_sqrt))
     kept = w.k(Coef.BETA1) * m + old - s * sign(old, ternary)
@@ -55,7 +56,7 @@ def momentum_compress(w: Wide, after: Any) -> None:
     bad |= w.live & ~fits(kept + fresh)
     fresh = np.where(bad, 0.0, fresh)
     c = w.of(after.compensated.numbers)
-    bound = 8 * EPS32 * (np.abs(old) + s + np.abs(m) + np.abs(fresh)) + 2.0**-149 * (1 + unit)
+    bound = 8 * EPS32 * (np.abs(old) + s + np.abs(m) + np.abs(fresh)) + SMALLEST * (1 + unit)
     near(c, np.where(w.live, kept + fresh, 0.0), np.where(w.live, bound, 0.0))
     compressed(w, after, c)
     assert int(after.found) == int(a.found) | bool(bad.any())
@@ -117,7 +118,7 @@ def adam_moments(w: Wide, after: Any) -> tuple[Array, Array, Array, Array, Array
     size = np.abs(old_m) + np.abs(g)
     # What blocks without live elements have for moments is nobody's.
     for now, expected, bound in ((after.moments.exp_avg, m, size), (after.moments.exp_avg_sq, v, v)):
-        near(w.of(now)[w.used], expected[w.used], (8 * EPS32 * bound + 2.0**-149)[w.used])
+        near(w.of(now)[w.used], expected[w.used], (8 * EPS32 * bound + SMALLEST)[w.used])
     if a.exp_avg_sq_sums is not None:
         used = w.used[:: w.block]
         sums = w.rows(w.of(after.moments.exp_avg_sq)).sum(1)
@@ -159,9 +160,8 @@ def lamb_update(w: Wide, after: Any) -> None:
     x, per = np.where(w.live, w.flat(a.params), 0.0), w.k(Coef.UNBIAS1) / w.denom(v, a.eps_inside_sqrt)
     decay = w.k(Coef.WEIGHT_DECAY) * x
     norms_are(w, after.norms[0], x, 0.0 * x)
-    norms_are(
-        w, after.norms[1], np.where(w.live, m * per + decay, 0.0), 8 * EPS32 * (size * per + np.abs(decay)) * w.live
-    )
+    off = 8 * EPS32 * (size * per + np.abs(decay)) + SMALLEST * (per + 1)  # m's products may fall below float32
+    norms_are(w, after.norms[1], np.where(w.live, m * per + decay, 0.0), off * w.live)
 
 
 @formula
@@ -176,7 +176,7 @@ def lamb_ratio(w: Wide, after: Any) -> None:
     v = w.k(Coef.BETA2) * (held if int(a.started) else frozen) + w.k(Coef.ONE_MINUS_BETA2) * g * g
     bound = 8 * EPS32 * v + w.k(Coef.ONE_MINUS_BETA2) * off * (2 * np.abs(g) + off)
     found = w.of(after.fresh)
-    near(found, np.where(w.live, v, 0.0), bound + 2.0**-149)
+    near(found, np.where(w.live, v, 0.0), bound + SMALLEST)
     assert not found[~w.live].any()
     # Of the variance as it was written: its errors are bounded.
     ratio = w.denom(frozen, inside) / w.denom(found, inside) if a.of_denominators else frozen / found
@@ -233,7 +233,7 @@ def local_step(w: Wide, after: Any) -> None:
         (after.exp_avg_sq, v, v),
         (after.compensated, np.where(w.live, c, 0.0), size),
     ):
-        near(w.of(now), expected, 8 * EPS32 * bound + 2.0**-149)
+        near(w.of(now), expected, 8 * EPS32 * bound + SMALLEST)
     assert not w.of(after.compensated)[~w.live].any()
     assert not after.worker_scale.any()
     assert bool(after.flags) == (bool((lost & w.live).any()) and not held)
@@ -270,7 +270,7 @@ def lion_compress(w: Wide, after: Any) -> None:
     (c, c_size), (new, new_size) = blend(Coef.BETA1, Coef.ONE_MINUS_BETA1), blend(Coef.BETA2, Coef.ONE_MINUS_BETA2)
     bad |= ~fits(c, new)
     moves = ~bad & w.live & (int(a.hold) == 0)
-    near(w.of(after.exp_avg), np.where(moves, new, m), 8 * EPS32 * np.where(moves, new_size, 0.0) + 2.0**-149)
+    near(w.of(after.exp_avg), np.where(moves, new, m), 8 * EPS32 * np.where(moves, new_size, 0.0) + SMALLEST)
     assert bool(after.flags) == (bool((bad & w.live).any()) and not int(a.hold))
     if a.weights is not None:
         assert (after.weights == (1.0 if (int(a.step) + a.rank) % len(a.weights) else 1.5)).all()
@@ -373,7 +373,7 @@ def local_update(w: Wide, after: Any) -> None:
         if before is not None:
             still = ~here | bad | held
             near(
-                w.of(now), np.where(still, w.of(before), expected), 16 * EPS32 * np.where(still, 0.0, slack) + 2.0**-149
+                w.of(now), np.where(still, w.of(before), expected), 16 * EPS32 * np.where(still, 0.0, slack) + SMALLEST
             )
     if step.moves:
         w.moved(after, np.where(moves, x - u, w.flat(a.params)), bound / 8 / EPS32)

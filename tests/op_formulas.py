@@ -20,6 +20,7 @@ from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 FORMULAS: dict[str, Callable[[Any, Any], None]] = {}
 """By op: of what was given, ``Wide`` where there is an index space, and of what was made of it."""
 EPS32 = 2.0**-24  # largest relative error of one float32 rounding
+SMALLEST = 2.0**-149  # of float32: what rounds to 0 is off by as much
 ROUNDED = EPS32 * 1.001  # once, from float64
 SUMMED = 1e-13  # relative error of a float64 sum
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from op_arguments import Array, wide
-from op_formulas import EPS32, Wide, close, formula, near, same, sign
+from op_formulas import EPS32, SMALLEST, Wide, close, formula, near, same, sign
 from torch import Tensor
 
 from fusedonebit.triton_kernels import LARGEST_GRADIENT, TAIL, Coef
@@ -30,7 +30,7 @@ def laid(a: Any, numel: int) -> Array:
 def flatten(a: Any, after: Any) -> None:
     """All times a factor, and a mark where squares would overflow."""
     line = laid(a, len(a.out) - TAIL) * (1.0 if a.unscale is None else float(a.unscale))
-    close(after.out[:-TAIL], line * a.factor, 2 * EPS32, 2.0**-149)
+    close(after.out[:-TAIL], line * a.factor, 2 * EPS32, SMALLEST)
     marked = not (np.abs(line) <= LARGEST_GRADIENT).all()
     same(after.out[-TAIL:], [1.0 if marked else float(a.out[-TAIL]), *a.out[1 - TAIL :].tolist()])
 

@@ -350,8 +350,12 @@ def compiled(rank: int, world_size: int) -> tuple[str, str]:
         optimizer.zero_grad()
         loss_of(model, rank, number).backward()
         step()
-    with pytest.raises(RuntimeError) as caught:
-        torch.compile(torch.optim.AdamW(model.parameters()).step, backend="aot_eager")()
+    alone = OneBitAdam(torch.nn.Linear(4, 2).parameters(), freeze_step=2)  # of no DDP, and with no parameter of it
+    torch.compile(alone.step, fullgraph=True, backend="aot_eager")()
+    for shares in (OneBitAdam(model.parameters(), freeze_step=2), torch.optim.AdamW(model.parameters())):
+        with pytest.raises(RuntimeError) as caught:
+            torch.compile(shares.step, backend="aot_eager")()
+        assert f"{type(shares).__name__} can't step while OneBitAdam is attached" in str(caught.value)
     assert another[1].frame.under_ddp.attached
     return fingerprint(model.parameters()), str(caught.value)
 

@@ -182,9 +182,10 @@ class Handle:
         if isinstance(reducer := self._reducer, BucketedAllReduce):
             reducer.check_idle()
 
-    @torch._disable_dynamo
     def shares(self, other: torch.optim.Optimizer) -> bool:
         """Return whether another optimizer has parameters of this one; looks again once its groups have changed."""
+        if torch.compiler.is_compiling():  # it can't follow weak references; what it finds is guarded
+            return any(id(p) in self._owners for group in other.param_groups for p in group["params"])
         groups = [(id(group["params"]), len(group["params"])) for group in other.param_groups]
         known = self._known.get(other)
         if known is None or known[0] != groups:
