@@ -344,3 +344,13 @@ def test_lion_is_120_lines_in_four_files(capsys):
         "triton_kernels/rules.py",
     }
     assert own + rule <= 120
+
+
+def test_a_momentum_of_another_name_says_what_to_declare():
+    class Renamed(MajorityVote):
+        def state(self, compressed: bool) -> tuple[StateTensor]:
+            return (StateTensor("buffer", "element", self.exp_avg, of_rank=True),)
+
+    optimizer = type("Kind", (Signum,), {"kind": Renamed})(parameters())
+    with pytest.raises(NotImplementedError, match="Renamed keeps no 'exp_avg': return it from state"):
+        train(optimizer, 0, range(1))

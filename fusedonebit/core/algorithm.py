@@ -162,8 +162,11 @@ class Algorithm:
     def value_of(self, name: str, i: int) -> Tensor:
         """Return what is kept of parameter ``i`` under a name, of its shape: a view, or a float32 copy of codes."""
         every = (kept for part in self.all_parts for kept in part.state(self.compressed))
-        (kept,) = (kept for kept in every if kept.name == name and kept.wanted)
-        return kept.part(self.frame, i)
+        found = next((kept for kept in every if kept.name == name and kept.wanted), None)
+        if found is None:
+            own = type(self).__name__
+            raise NotImplementedError(f"{own} keeps no {name!r}: return it from state(), or override momentum()")
+        return found.part(self.frame, i)
 
     def described(self) -> list[str]:
         """Return lines for ``repr``: what it alone can be told."""
