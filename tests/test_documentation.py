@@ -29,6 +29,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,12 @@ def test_a_training_command_runs(command: str, at_hand: Path):
         fast = [*fast, "--freeze-step", "6"]
     result = subprocess.run([*launcher, *arguments, *fast], capture_output=True, text=True, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_list_of_promises_names_every_file_of_tests():
+    tests = ROOT / "tests"
+    there = [path.relative_to(tests).with_suffix("").as_posix() for path in tests.rglob("test_*.py")]
+    listed = re.findall(r"`((?:\w+/)?test_[\w*]+|\w+/)`", (tests / "README.md").read_text())
+    patterns = [f"{name}*" if name.endswith("/") else name for name in listed]
+    assert [name for name in there if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in there)] == []
