@@ -47,7 +47,7 @@ PATH = {
         "api/baselines",
         "tables",
     ),
-    "Contribute": ("files/CONTRIBUTING", "files/CHANGELOG"),
+    "Contribute": ("files/CONTRIBUTING", "files/tests/README", "files/CHANGELOG"),
 }
 """The way through the site: a caption, and its pages in order; a test says that all are among them."""
 
