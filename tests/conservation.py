@@ -14,7 +14,10 @@ WARMUP = 3
 
 BETA2 = 0.99
 
-SKIPPING = {"nan", "inf", "many nan", "broken"}
+SKIPPING = {"nan", "inf", "many nan", "broken", "too large"}
+
+LOUD = {"loud": 1e12, "louder": 1.7e19, "too large": 1e25}
+"""One element of the first tensor, beside whose size others are nothing; of 1e25 the square is infinite."""
 
 
 def set_gradients(params: list[Parameter], rank: int, step: int, event: str) -> np.ndarray:
@@ -31,6 +34,8 @@ def set_gradients(params: list[Parameter], rank: int, step: int, event: str) -> 
             g = torch.where(keep, g, float("-inf" if event == "inf" else "nan"))
         if event in ("zero", "large"):
             g *= 0.0 if event == "zero" else 1e6
+        if event in LOUD and i == 0:
+            g[7], keep[7] = LOUD[event], event != "too large"
         p.grad = None if event == "none" else g
         counted.append(torch.where(keep, g, 0.0) * (event not in ("none", "broken")))
     if event == "broken":

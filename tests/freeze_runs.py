@@ -1,4 +1,4 @@
-"""Shares what tests of freeze and others set up."""
+"""Small models and gradients for tests of the freeze, of the guard and of re-warm-ups."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ from fusedonebit.core.optimizer import DistributedOptimizer
 
 def gradient(rank: int, step: int, p: Parameter, i: int) -> torch.Tensor:
     return torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i))
+
+
+def make(*shapes: tuple[int, ...]) -> list[Parameter]:
+    """The same on all ranks, also where these are threads, which share the global generator."""
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def train(optimizer: DistributedOptimizer, rank: int, start: int, steps: int, factor: float = 1.0) -> list[str]:
+    """Takes steps with gradients of one size; returns the stage of each."""
+    phases = []
+    for step in range(start, start + steps):
+        for i, p in enumerate(parameters(optimizer)):
+            p.grad = factor * gradient(rank, step, p, i)
+        optimizer.step()
+        phases.append(optimizer.phase)
+    return phases
 
 
 def step_once(optimizer: DistributedOptimizer, rank: int, step: int, bad: bool = False) -> None:

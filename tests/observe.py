@@ -141,3 +141,12 @@ def through_a_file(thing: Any) -> Any:
     torch.save(thing, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def resumed(optimizer: Any, fresh: Any) -> Any:
+    """Return ``fresh``, which now has the parameters of ``optimizer`` and what that has saved in a file."""
+    with torch.no_grad():
+        for p, q in zip(parameters(fresh), parameters(optimizer), strict=True):
+            p.copy_(q)
+    fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    return fresh

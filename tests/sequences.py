@@ -16,9 +16,9 @@ import torch
 from hypothesis import strategies as st
 from observe import fingerprint
 from ranks import run_ranks
+from rounds import Script
 from torch import Tensor
 from torch.nn import Parameter
-from zero_one_rounds import Script
 
 from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, ZeroOneAdam
 from fusedonebit.comm import SimulatedGroup, Transport

@@ -11,7 +11,7 @@ import torch
 from backends import bits_of
 from freeze_runs import gradient
 from observe import fingerprint, parameters
-from optimizers import ADAM_AND_LAMB, construct
+from optimizers import ADAM_AND_LAMB, MAKE, construct
 from ranks import simulate, warned
 from torch import Tensor
 from torch.nn import Parameter
@@ -41,9 +41,7 @@ def make() -> list[Parameter]:
     return [Parameter(torch.randn(shape, generator=generator)) for shape in ((33, 40), (7,), (300,), (), (1,))]
 
 
-def set_gradients(
-    optimizer: DistributedOptimizer, rank: int, step: int, scaler: torch.amp.GradScaler | None = None
-) -> None:
+def set_gradients(optimizer: DistributedOptimizer, rank: int, step: int, scaler: Any = None) -> None:
     for i, p in enumerate(parameters(optimizer)):
         g = gradient(rank, step, p, i)
         p.grad = g if scaler is None else scaler.scale(g)
@@ -186,10 +184,10 @@ def test_differently_scaled_gradients_are_unscaled_then_averaged(name):
     assert scaled[0] == scaled[1]
 
 
-def drift(rank: int, transport: Transport, on: list[int], steps: tuple[int, ...], ours: bool) -> dict[str, Any]:
-    optimizer = construct("onebit-adam", make(), 1e-2, freeze_step=4, guard="off", process_group=transport)
+def drift(rank: int, transport: Transport, name: str, on: list[int], steps: tuple[int, ...], ours: bool) -> dict:
+    optimizer = MAKE[name](make(), lr=1e-2, process_group=transport)
     scaler = (amp if ours else torch.amp).GradScaler("cpu", 2.0**10)
-    prints = []
+    prints, scales = [], []
     with warned() as caught:
         for step in range(10):
             set_gradients(optimizer, rank, step, scaler)
@@ -198,35 +196,49 @@ def drift(rank: int, transport: Transport, on: list[int], steps: tuple[int, ...]
             scaler.step(optimizer)
             scaler.update()
             prints.append(fingerprint(parameters(optimizer)))
+            scales.append(scaler.get_scale())
     texts = [str(w.message) for w in caught if issubclass(w.category, FusedOneBitWarning)]
+    texts = [text for text in texts if "so few updates" not in text]
     skipped = optimizer.stats()["skipped_steps"]
-    return {"warnings": texts, "scale": scaler.get_scale(), "skipped": skipped, "prints": prints}
+    return {"warnings": texts, "scales": scales, "skipped": skipped, "prints": prints}
 
 
-WARM_UP_OR_COMPRESSION = pytest.mark.parametrize("at", [(2, 3), (7, 8)], ids=["warm-up", "compression"])
+WARM_UP_OR_COMPRESSION = pytest.mark.parametrize("at", [(0, 1), (7, 8)], ids=["warm-up", "compression"])
+
+
+def fallen(at: tuple[int, ...]) -> list[float]:
+    """A scale that falls in these steps alone."""
+    return [2.0 ** (10 - sum(each <= step for each in at)) for step in range(10)]
 
 
 @WARM_UP_OR_COMPRESSION
 def test_torchs_scaler_skips_together_and_warns_once_of_drift(at):
-    ranks = simulate(drift, 2, [1], at, False)
+    ranks = simulate(drift, 2, "OneBitAdam", [1], at, False)
     for told in ranks:
         assert told["skipped"] == 2
         assert told["prints"] == ranks[0]["prints"]
-        (text,) = [text for text in told["warnings"] if "so few updates" not in text]
+        (text,) = told["warnings"]
         assert "fusedonebit.amp.GradScaler" in text
-    assert [told["scale"] for told in ranks] == [2.0**10, 2.0**8]
+    assert [told["scales"] for told in ranks] == [fallen(()), fallen(at)]
 
 
 @WARM_UP_OR_COMPRESSION
-@pytest.mark.parametrize(("on", "ours"), [([0, 1], False), ([1], True)], ids=["all ranks overflow", "ours"])
-def test_nobody_is_warned_where_scales_stay_equal(on, ours, at):
-    for told in simulate(drift, 2, on, at, ours):
-        assert (told["skipped"], told["warnings"], told["scale"]) == (2, [], 2.0**8)
+@pytest.mark.parametrize(
+    ("name", "on", "ours"),
+    [("OneBitAdam", [0, 1], False), *((name, [1], True) for name in MAKE if name != "ZeroOneAdam")],  # its rounds grow
+    ids=str,
+)
+def test_nobody_is_warned_where_scales_stay_equal(name, on, ours, at):
+    ranks = simulate(drift, 2, name, on, at, ours)
+    for told in ranks:
+        assert (told["skipped"], told["warnings"], told["scales"]) == (2, [], fallen(at))
+        assert told["prints"] == ranks[0]["prints"]
 
 
-def test_torchs_scaler_alone_skips_without_a_warning():
-    told = drift(0, LocalTransport(), [0], (2, 3, 7), False)
-    assert (told["skipped"], told["warnings"], told["scale"]) == (3, [], 2.0**7)
+@pytest.mark.parametrize("name", [name for name in MAKE if name != "ZeroOneAdam"])
+def test_torchs_scaler_alone_skips_without_a_warning(name):
+    told = drift(0, LocalTransport(), name, [0], (2, 3, 7), False)
+    assert (told["skipped"], told["warnings"], told["scales"]) == (3, [], fallen((2, 3, 7)))
 
 
 # ---------------------------------------------------------------- how scalers are used

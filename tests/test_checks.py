@@ -199,14 +199,8 @@ def test_what_is_as_declared_passes(change):
         ({"other": pair(3)}, "other.whole must be float32 [rows, 2+] = [2, 2 or more] on cpu, got float32 [3, 2] on"),
         ({"left": pair(3)._replace(whole=torch.zeros(2))}, "left.whole must be float32 [rows, 2+] or [0] = "),
         ({"some": torch.zeros(3, 9, 3, dtype=torch.uint8)}, "some must be uint8 [T, _, 3] or [] = [2, _, 3] or [] on"),
-        (
-            {"tensors": [torch.zeros(3)]},
-            f"{TWO}, got 1 of float32 with [3]",
-        ),
-        (
-            {"tensors": [torch.zeros(4)] * 2},
-            f"{TWO}, got 2 of float32 with [4, 4]",
-        ),
+        ({"tensors": [torch.zeros(3)]}, f"{TWO}, got 1 of float32 with [3]"),
+        ({"tensors": [torch.zeros(4)] * 2}, f"{TWO}, got 2 of float32 with [4, 4]"),
         (
             {"x": torch.zeros(64)[::2]},
             "x must be float32 [P+] = [32 or more], dense along its last dimension, on cpu, got float32 [32] with",

@@ -9,6 +9,7 @@ import pytest
 import reference_adam
 import torch
 from freeze_runs import gradient
+from freeze_runs import make as make_of
 from observe import fingerprint, flat, observe, parameters, served, whole_server_error
 from optimizers import ADAM_AND_LAMB, PAPER, by_name, construct, objects
 from ranks import simulate
@@ -24,8 +25,7 @@ LR, BETAS, ADAM_EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 
 
 def make() -> list[Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    return make_of(*SHAPES)
 
 
 def local_gradients(rank: int, step: int, params: list[Parameter]) -> list[torch.Tensor]:
@@ -109,9 +109,6 @@ def test_lamb_clips_the_averaged_gradient():
         assert worst <= 1e-6
 
 
-# ---------------------------------------------------------------- the compression stage
-
-
 HYPER: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": ADAM_EPS, "weight_decay": DECAY}
 FREEZE, STEPS = 10, 25
 
@@ -169,30 +166,6 @@ def test_clipped_steps_are_algorithm_1_with_one_factor_for_all(world_size, scale
     assert 0 < clipped < STEPS or world_size == 3  # of three ranks all three sizes are there in every step
     assert off <= 1e-6
     deviation.check("clipped" + ", scaled loss" * scaled)
-
-
-def taken_up(runs: list[dict], t: int) -> np.ndarray:
-    """What a compressed step has added to momentum and residuals: all of its gradients, nothing is lost."""
-    before, after = state_before(runs, t), state_before(runs, t + 1)
-    held = [x.server_error + np.mean(x.worker_error, 0) for x in (before, after)]
-    return after.m + held[1] - held[0] - BETAS[0] * before.m
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
-
-def test_one_factor_for_all_keeps_the_mean_gradients_direction():
-    most, runs = 20.0, simulate(record, 2, 20.0, False)
-    ours, theirs = [], []
-    for t in range(STEPS):
-        local = [flat(local_gradients(r, FREEZE + t, make())).astype(float) for r in range(2)]
-        mean = np.mean(local, 0)
-        ours.append(cosine(taken_up(runs, t), mean))
-        theirs.append(cosine(np.mean([factor_of(float(np.linalg.norm(g)), most) * g for g in local], 0), mean))
-    print(f"smallest cosine with the mean gradient: {min(ours):.7f}; each clipped by its own norm: {min(theirs):.2f}")
-    assert min(ours) > 0.99999
-    assert min(theirs) < 0.8
 
 
 # ---------------------------------------------------------------- what it costs, and what it does not change

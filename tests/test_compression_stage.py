@@ -1,8 +1,9 @@
-"""What the compression stage costs and what it keeps equal."""
+"""What the compression stage costs, what it keeps equal, and what it tells of each layer's error."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,9 +39,6 @@ def train(optimizer: DistributedOptimizer, rank: int, steps: int, start: int = 0
 def make(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Parameter]:
     torch.manual_seed(0)
     return [Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-
-
-# ---------------------------------------------------------------- equal on all ranks
 
 
 def fingerprints(rank: int, transport: Transport, name: str, options: dict) -> list[str]:
@@ -86,9 +84,7 @@ def message_bytes(layout: FlatLayout, scale_scope: ScaleScope) -> int:
     return Messages.size(slots, layout)
 
 
-def count_collectives(
-    rank: int, world_size: int, name: str, tensors: int, options: dict
-) -> list[tuple[int, int, int, int]]:
+def count_collectives(rank: int, world_size: int, name: str, tensors: int, options: dict) -> list[tuple[int, ...]]:
     shapes = [(3 + i % 50,) for i in range(tensors)]
     optimizer = construct(name, make(*shapes), freeze_step=2, **UNGUARDED | options)
     train(optimizer, rank, 2)
@@ -234,9 +230,6 @@ def test_stats_count_every_full_size_tensor_that_is_held(name):
     assert told == pytest.approx(held, rel=0.01)
 
 
-# ---------------------------------------------------------------- one process
-
-
 @pytest.mark.parametrize("serve_alone", [False, True])
 def test_one_process_without_a_group_follows_algorithm_1(serve_alone):
     """With or without a server: what a worker has compressed with one scale, another compression leaves as it is."""
@@ -244,24 +237,15 @@ def test_one_process_without_a_group_follows_algorithm_1(serve_alone):
     options = PAPER | {"scale_norm": "l1", "serve_alone": serve_alone}
     optimizer = OneBitAdam([p], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, **objects(freeze_step=5, **options))
     train(optimizer, 0, 5)
-    worst = 0.0
+    given: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+    given, worst = given | {"frozen_at": 5, "norm": "l1"}, 0.0
     for step in range(5, 25):
         before = {k: a.astype(np.float64) for k, a in observe(optimizer).items()}
         server_error = before["server_error"] if before["server_error"].size else np.zeros(p.numel())
         state = reference_adam.State(before["x"], before["m"], before["v"], [before["worker_error"]], server_error)
         train(optimizer, 0, 1, start=step)
         spec = reference_adam.compressed_step(
-            state,
-            [flat([p.grad]).astype(np.float64)],
-            [served(optimizer)],
-            lr=1e-2,
-            beta1=0.9,
-            beta2=0.99,
-            eps=1e-8,
-            weight_decay=0.1,
-            step=step + 1,
-            frozen_at=5,
-            norm="l1",
+            state, [flat([p.grad]).astype(np.float64)], [served(optimizer)], step=step + 1, **given
         )
         after = observe(optimizer)
         worst = max(worst, float(np.abs(after["m"] / spec.m - 1).max()), float(np.abs(after["x"] - spec.x).max()))
@@ -274,3 +258,64 @@ def test_one_process_without_a_group_follows_algorithm_1(serve_alone):
     assert "local" in stats["transport"]
     assert stats["worker_error_norm"] > 0
     assert stats["server_error_norm"] == 0, "one worker's signs and scale survive the second compression"
+
+
+# ---------------------------------------------------------------- what is told of each layer
+
+SHAPES = ((40, 50), (300,), (7,))
+
+
+def trained(name: str, rank: int, steps: int = 6, **options):
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = construct(name, params, 1e-3, freeze_step=2, **options)
+    own = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=own)
+        optimizer.step()
+    return optimizer, params
+
+
+def told_and_looked_at(rank: int, transport: Transport, name: str, options: dict):
+    optimizer, params = trained(name, rank, process_group=transport, **options)
+    told = optimizer.stats(layers=True)["layers"]
+    ratios = [float(optimizer.worker_error(p).norm() / optimizer.momentum(p).norm()) for p in params]
+    return told, ratios, optimizer.stats(layers=True)["layers"]
+
+
+@pytest.mark.long(but=3)
+@EACH_ONEBIT
+@pytest.mark.parametrize("more", [{}, {"scale_scope": "layer"}, {"scale_scope": "layer", "buckets": 2}])
+def test_a_layers_error_is_its_residuals_norm_over_its_momentums(name, more):
+    options = UNGUARDED | {"precondition": False} | (PAPER if "scale_scope" not in more else {}) | more
+    skip_refused(name, options)
+    for told, ratios, after in simulate(told_and_looked_at, 2, name, options):
+        assert told["residual_over_momentum"] == pytest.approx(ratios, rel=1e-4)
+        assert min(ratios) > 0
+        assert after == told  # looking, which settles the residuals, changes nothing
+
+
+def in_units_of_compression(rank: int, transport: Transport):
+    optimizer, _ = trained("onebit-adam", rank, guard="off", process_group=transport)
+    told = optimizer.stats(layers=True)
+    reducer, layout = optimizer.algorithm.exchange.reducer, optimizer.frame.layout
+    reducer.settle()
+    residual, result = reducer.of_rank.worker.numbers, reducer.result()
+    parts = [slice(layout.offset(i), layout.offset(i) + n) for i, n in enumerate(layout.sizes)]
+    return told, [float(residual[part].norm() / result[part].norm()) for part in parts]
+
+
+def test_preconditioned_layers_errors_are_in_the_wholes_unit():
+    ranks = simulate(in_units_of_compression, 2)
+    for told, ratios in ranks:
+        assert told["layers"]["residual_over_momentum"] == pytest.approx(ratios, rel=1e-4)
+    every = torch.tensor([ratios for _, ratios in ranks])
+    assert every.min() < ranks[0][0]["residual_over_momentum"] < every.max()
+
+
+@EACH_ONEBIT
+def test_layers_have_no_error_in_the_warmup_or_unless_asked_for(name):
+    optimizer, _ = trained(name, 0, steps=1)
+    assert optimizer.stats(layers=True)["layers"]["residual_over_momentum"] == [0.0, 0.0, 0.0]
+    assert "layers" not in optimizer.stats()

@@ -5,7 +5,8 @@ With m the momentum, e the workers' residuals, E the servers', after every step
     m_t + E_t + mean(e_t) = beta1 * m_{t-1} + (1 - beta1) * mean(g_t) + E_{t-1} + mean(e_{t-1})
 
 up to rounding, where g_t counts only what was finite; all in units of the momentum, also where it
-is scaled before it is compressed. A skipped step leaves alone what 1-bit LAMB rebuilds gradients from.
+is scaled before it is compressed, and of each element relative to its own terms, so that one that is loud costs
+quiet tensors nothing but their rounding. A skipped step leaves alone what 1-bit LAMB rebuilds gradients from.
 Where no rank has a gradient, no term changes at all.
 """
 
@@ -28,7 +29,7 @@ from fusedonebit import AbortedStepError
 from fusedonebit.comm import Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
 
-EVENTS = ("fine", "nan", "inf", "many nan", "none", "zero", "large", "broken")
+EVENTS = ("fine", "nan", "inf", "many nan", "none", "zero", "large", "broken", "loud", "too large")
 NOTHING = ("none", "none")
 """No rank has a gradient of anything: all is left alone, but for what the freeze makes anew."""
 REBUILDING = ("exp_avg_sq_fresh", "exp_avg_last_bits", "exp_avg_last_scale", "layer", "unit", "started")
@@ -99,6 +100,7 @@ PLAIN = {"precondition": False}
 SKIPS_FIRST = [("nan", "fine"), ("fine", "fine"), ("inf", "many nan"), ("fine", "fine")]
 SKIPS_LATER = [("fine", "fine"), ("broken", "fine"), ("fine", "nan"), ("none", "large")]
 RENEWALS = [("fine", "fine")] * 17
+LOUD_ONES = [("fine", "fine"), ("louder", "nan"), ("louder", "fine"), *[("fine", "fine")] * 3, ("too large", "loud")]
 LEFT_ALONE = [("fine", "fine"), NOTHING, ("fine", "large"), NOTHING]
 LEFT_ALONE_FIRST = [NOTHING, ("fine", "fine"), ("nan", "none"), NOTHING, ("zero", "none")]
 LEFT_ALONE_LATE = [("nan", "fine"), NOTHING, ("fine", "fine"), ("fine", "fine")]
@@ -112,6 +114,9 @@ LEFT_ALONE_LATE = [("nan", "fine"), NOTHING, ("fine", "fine"), ("fine", "fine")]
 @example(schedule=SKIPS_LATER, beta1=0.9, options=PLAIN | {"ternary": True})
 @example(schedule=LEFT_ALONE, beta1=0.9, options={})
 @example(schedule=LEFT_ALONE_FIRST, beta1=0.9, options=PLAIN)
+@example(schedule=LOUD_ONES, beta1=0.9, options={})
+@example(schedule=LOUD_ONES, beta1=0.9, options={"scale_scope": "global"})
+@example(schedule=LOUD_ONES, beta1=0.9, options=PLAIN | {"scale_norm": "l2", "scale_scope": "global"})
 def test_nothing_that_was_compressed_away_is_lost(schedule, beta1, options):
     check("onebit-adam", schedule, beta1, options)
 

@@ -1,28 +1,23 @@
-"""When the variance is frozen, and what becomes of coordinates without one."""
+"""When the variance is frozen, what becomes of coordinates without one, and that its bias correction stays."""
 
 from __future__ import annotations
 
-import copy
 import math
+from typing import Any
 
 import pytest
 import torch
-from freeze_runs import gradient, model_of, step_once, take_steps
-from observe import fingerprint, flat, observe, parameters
+from freeze_runs import gradient, make, model_of, step_once, take_steps, train
+from observe import fingerprint, flat, observe, parameters, resumed
 from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, PAPER, construct, objects
 from ranks import WORLD_SIZES, simulate, warned
 from torch import nn
 from torch.nn import Parameter
 
-from fusedonebit import Faults, Freeze, FusedOneBitWarning, OneBitAdam
+from fusedonebit import Faults, Freeze, FusedOneBitWarning, OneBitAdam, ZeroOneAdam, policies
 from fusedonebit.comm import Transport
 
 DELAY = 8
-
-
-def make(*shapes: tuple[int, ...]) -> list[Parameter]:
-    torch.manual_seed(0)
-    return [Parameter(torch.randn(shape)) for shape in shapes]
 
 
 # ---------------------------------------------------------------- freeze_step
@@ -216,38 +211,6 @@ def test_a_dead_tensor_has_no_weight_in_a_scale(name):
     assert alone == pytest.approx(beside, rel=1e-6)
 
 
-# ---------------------------------------------------------------- masks
-
-
-def train_masked(rank: int, transport: Transport, name: str, memory_order: str) -> tuple[bool, float, bool, int]:
-    torch.manual_seed(0)
-    (p, q) = make((40, 30), (11,))
-    if memory_order == "transposed":
-        p = Parameter(p.detach().t().contiguous().t())
-    mask = torch.rand(40, 30, generator=torch.Generator().manual_seed(5)) > 0.4
-    options = {"freeze_step": 4, "mask": {p: mask}, "process_group": transport}
-    optimizer = construct(name, [p, q], lr=1e-2, weight_decay=0.5, **options)
-    start = p.detach().clone()
-    for step in range(12):
-        step_once(optimizer, rank, step)
-    assert optimizer.phase == "compression"
-    outside = ~mask
-    still = torch.equal(p[outside], start[outside]) and not optimizer.worker_error(p)[outside].any()
-    moved = float((p - start)[mask].abs().min())
-    return still, moved, not optimizer.momentum(p)[outside].any(), optimizer.stats()["dead_coordinates"]
-
-
-@pytest.mark.long(but=2)
-@ADAM_AND_LAMB
-@pytest.mark.parametrize("memory_order", ["contiguous", "transposed"])
-def test_masked_coordinates_stay_still_in_both_stages_with_decay(name, memory_order):
-    for still, moved, no_momentum, dead in simulate(train_masked, 2, name, memory_order):
-        assert still
-        assert no_momentum
-        assert moved > 0
-        assert dead == 0
-
-
 @EACH_ONEBIT
 def test_a_mask_of_all_true_changes_no_bit(name):
     results = []
@@ -298,9 +261,7 @@ DEADLINES = {
 def test_a_variance_that_never_settles_is_frozen_by_the_deadline(case):
     options, freeze, deadline = DEADLINES[case]
     model = model_of()
-    optimizer = OneBitAdam(
-        model.parameters(), lr=0.0, faults=Faults(guard="off"), **objects(freeze_step=freeze, **options)
-    )
+    optimizer = OneBitAdam(model.parameters(), lr=0.0, **objects(freeze_step=freeze, guard="off", **options))
     take_steps(model, optimizer, range(deadline), growth=1.05)
     assert optimizer.phase == "warmup"
     with pytest.warns(FusedOneBitWarning, match=f"not seen to settle by the deadline, {deadline} updates"):
@@ -309,25 +270,19 @@ def test_a_variance_that_never_settles_is_frozen_by_the_deadline(case):
 
 
 def test_a_resumed_run_freezes_at_the_deadline_bit_for_bit():
-    def make() -> tuple[nn.Module, OneBitAdam]:
-        model = model_of()
-        freeze = Freeze(deadline=40)
-        return model, OneBitAdam(
-            model.parameters(), lr=1e-3, betas=(0.9, 0.9), freeze_step=freeze, faults=Faults(guard="off")
-        )
+    def new() -> tuple[nn.Module, OneBitAdam]:
+        model, how = model_of(), {"freeze_step": Freeze(deadline=40), "faults": Faults(guard="off")}
+        return model, OneBitAdam(model.parameters(), lr=1e-3, betas=(0.9, 0.9), **how)
 
-    model, optimizer = make()
+    model, optimizer = new()
     take_steps(model, optimizer, range(30), growth=1.1)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    other, resumed = make()
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    for trained, by in ((model, optimizer), (other, resumed)):
+    other, again = new()
+    again = resumed(optimizer, again)
+    for trained, by in ((model, optimizer), (other, again)):
         with pytest.warns(FusedOneBitWarning, match="deadline, 40 updates"):
             take_steps(trained, by, range(30, 50), growth=1.1)
         assert by.stats()["freeze_step"] == 40
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert fingerprint(parameters(optimizer)) == fingerprint(parameters(again))
 
 
 @pytest.mark.parametrize(
@@ -343,3 +298,50 @@ def test_bad_deadlines_are_named(freeze, text):
     with pytest.raises(ValueError, match="deadline") as error:
         OneBitAdam(model_of().parameters(), freeze_step=freeze)
     assert str(error.value) == text
+
+
+# ---------------------------------------------------------------- the correction of what is frozen
+
+FROZEN_AFTER, CHANGE = 6, 9
+CASES: dict[str, Any] = {
+    "onebit-adam": {},
+    "onebit-adam, plain": PAPER,
+    "onebit-lamb-frozen": {"bias_correction": True},
+    "zero-one": {},
+    "zero-one, local steps": {},
+}
+
+
+def corrected(case: str) -> Any:
+    name, params = case.split(",")[0], make((300,), (9, 13))
+    if name != "zero-one":
+        return construct(name, params, 1e-2, freeze_step=FROZEN_AFTER, **CASES[case])
+    rounds = policies.DoublingRounds(after=8, scaler=1, most=2) if "local" in case else policies.EveryStep()
+    variance = policies.DoublingVariance(scaler=100, until=FROZEN_AFTER)
+    return ZeroOneAdam(params, 1e-2, variance_policy=variance, sync_policy=rounds)
+
+
+@pytest.mark.long(but=4)
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("onebit-adam", "as a warm start"),
+        *((case, how) for how in ("straight on", "through a checkpoint") for case in CASES),
+    ],
+)
+def test_betas_changed_after_the_freeze_keep_vs_correction(case, how):
+    ends = []
+    for changed in (False, True):
+        optimizer = corrected(case)
+        train(optimizer, 0, 0, CHANGE)
+        if changed:
+            optimizer.param_groups[0]["betas"] = (0.9, 0.99999)
+        if how == "through a checkpoint":
+            optimizer = resumed(optimizer, corrected(case))
+        elif how == "as a warm start":
+            saved = optimizer.state_dict()
+            optimizer = construct(case, make((300,), (9, 13)), 1e-2, freeze_step=0, warm_start=saved)
+        train(optimizer, 0, CHANGE, 6)
+        ends.append(fingerprint(parameters(optimizer)))
+    assert ends[0] == ends[1]

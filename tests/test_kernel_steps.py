@@ -10,6 +10,7 @@ import torch
 from optimizers import PAPER, by_name
 from ranks import simulate
 from torch import Tensor
+from torch.nn import Parameter
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb
 from fusedonebit.triton_kernels import Coef, Layer, rules, using
@@ -20,6 +21,9 @@ ADAM: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "adam, paper": (by_name(OneBitAdam), PAPER | FREEZE),
     "adam, layers": (by_name(OneBitAdam), PAPER | FREEZE | {"scale_scope": "layer"}),
     "adam": (by_name(OneBitAdam), FREEZE),
+    "adam, ternary": (by_name(OneBitAdam), FREEZE | {"ternary": True}),
+    "adam, ternary, one scale": (by_name(OneBitAdam), FREEZE | {"ternary": True, "scale_scope": "global"}),
+    "adam, rounded": (by_name(OneBitAdam), FREEZE | {"stochastic_rounding": True}),
 }
 LAMB: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "uncompressed": (by_name(Lamb), {}),
@@ -28,6 +32,10 @@ LAMB: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "deepspeed": (by_name(OneBitLamb), PAPER | FREEZE | {"variant": "deepspeed", "scale_scope": "layer"}),
     "defaults": (by_name(OneBitLamb), FREEZE),
     "preconditioned": (by_name(OneBitLamb), FREEZE | {"precondition": True}),
+    "ternary": (by_name(OneBitLamb), PAPER | FREEZE | {"ternary": True, "scale_scope": "layer"}),
+    "frozen, ternary": (by_name(OneBitLamb), FREEZE | {"adaptive": False, "ternary": True}),
+    "rounded": (by_name(OneBitLamb), FREEZE | {"stochastic_rounding": True}),
+    "uncompressed, rounded": (by_name(Lamb), {"stochastic_rounding": True}),
 }
 EVERY = {"full_precision_every": 3}
 MARSIT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -39,7 +47,7 @@ MARSIT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "clipped": (by_name(MarsitAdam), EVERY | {"topology": "owner", "compensation_limit": 0.5, "max_grad_norm": 1.0}),
 }
 KINDS = ADAM | LAMB | MARSIT
-SECONDS = ("adam", "adaptive", "defaults", "ring", "owner")
+SECONDS = ("adam", "adam, ternary", "adam, rounded", "adaptive", "defaults", "ternary", "ring", "owner")
 """Those of ``make test-long``: others take minutes."""
 OF_A_RANK = "residual_over_momentum"  # of two float64 sums, which each backend adds in its own order
 
@@ -48,21 +56,22 @@ def train(rank: int, transport: Any, kind: str) -> tuple[list[Tensor], dict[str,
     torch.manual_seed(0)
     make, options = KINDS[kind]
     marsit, steps = kind in MARSIT, 5 if kind in MARSIT else 30
-    dtypes = [torch.bfloat16 if marsit and i == 1 else torch.float32 for i in range(4)]
-    params = [
-        torch.nn.Parameter(torch.randn(n).to(d)) for n, d in zip(((7,), (10, 20), (0,), (1,)), dtypes, strict=True)
-    ]
+    some = torch.bfloat16 if marsit or "rounded" in kind else torch.float32
+    dtypes = [torch.float32, some, torch.float32, torch.float32]
+    params = [Parameter(torch.randn(n).to(d)) for n, d in zip(((7,), (10, 20), (0,), (1,)), dtypes, strict=True)]
     optimizer = make(params, 1e-2, process_group=transport, **options)
     generator = torch.Generator().manual_seed(rank)
     for step in range(steps):
         for i, p in enumerate(params):
             p.grad = (torch.randn(p.shape, generator=generator) * 10.0 ** (i - 2)).to(p.dtype)
+            if "ternary" in kind:
+                p.grad.view(-1)[::5] = 0.0
         if step == 2 * steps // 3 and rank == transport.world_size - 1:
             params[1].grad[3, 3] = torch.nan
         optimizer.step()
     stats = optimizer.stats(layers=True) if kind in LAMB else optimizer.stats()
     outcomes = stats["step"], stats["skipped_steps"], stats["partial_steps"]
-    partly = kind == "uncompressed" and transport.world_size == 1  # one element alone stays
+    partly = kind.startswith("uncompressed") and transport.world_size == 1  # one element alone stays
     assert outcomes == (steps, 0, 1) if partly else marsit or outcomes == (steps - 1, 1, 0)
     kept = [optimizer.compensation(p) for p in params] if marsit else []
     return [*(p.detach() for p in params), *kept], {"backend": stats["backend"], **stats.get("layers", {})}
@@ -78,22 +87,20 @@ def check_equal_steps(kind: str, world_size: int) -> None:
         assert all(map(torch.equal, expected, found))
         assert layers.pop(OF_A_RANK, []) == pytest.approx(others.pop(OF_A_RANK, []), rel=1e-14)
         assert layers == others
-        if kind in ("adaptive", "deepspeed", "preconditioned"):
+        if kind in ("adaptive", "deepspeed", "preconditioned", "ternary", "rounded"):
             assert any(r != 1 for r in layers["ratio"])
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@pytest.mark.parametrize(
-    "kind", [kind if kind in SECONDS else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [k if k in SECONDS else pytest.param(k, marks=pytest.mark.full) for k in KINDS])
 def test_steps_through_the_kernels_give_the_bits_of_eager(kind):
     check_equal_steps(kind, {"torus": 4}.get(kind, 2) if kind in MARSIT else 1)
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
-@pytest.mark.parametrize("kind", ["adam, paper", "adaptive"])
+@pytest.mark.parametrize("kind", ["adam, paper", "adaptive", "adam, ternary", "ternary"])
 def test_two_ranks_steps_through_kernels_give_the_bits_of_eager(kind):
     check_equal_steps(kind, 2)
 
@@ -118,10 +125,10 @@ LAUNCHES |= dict.fromkeys(("adaptive", "deepspeed", "defaults", "preconditioned"
 @pytest.mark.long(but=["adam-3", "adam-3000", "adaptive-100"])
 @pytest.mark.parametrize(
     ("kind", "tensors"),
-    [("adam", 3), ("adam", 302), ("adam", 3000), ("adam, paper", 302), *((kind, 100) for kind in LAMB)],
+    [("adam", 3), ("adam", 302), ("adam", 3000), ("adam, paper", 302), *((k, 100) for k in LAUNCHES if k in LAMB)],
 )
 def test_a_step_launches_few_kernels_for_any_number_of_tensors(kind, tensors, monkeypatch):
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(tensors)]
+    params = [Parameter(torch.ones(3)) for _ in range(tensors)]
     make, options = KINDS[kind]
     optimizer = make(params, **(options | {"freeze_step": 1} if options else {}))
     for p in params:

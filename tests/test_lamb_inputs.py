@@ -87,9 +87,7 @@ def test_lamb_has_no_options_of_the_compression_stage():
     with pytest.raises(TypeError, match="freeze_step"):
         construct_lamb(freeze_step=5)
     for options in ({"r_min": 0.4}, {"adaptive": False}, {"scale_norm": "l1"}, {"overlap": True}, {"guard": "off"}):
-        with pytest.raises(
-            ValueError, match=f"{next(iter(options))} must be .* with Lamb, got .*: it has no such option"
-        ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be .* with Lamb.*: it has no such option"):
             construct_lamb(**options)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizers import by_name, objects
+from optimizers import by_name
 from torch.nn import Parameter
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam, amp, policies
@@ -17,21 +17,17 @@ from fusedonebit.comm import SimulatedGroup
 FREEZE, BAD, STEPS = 4, (2, 8), 12
 VARIANCE = policies.DoublingVariance(scaler=100, until=FREEZE)
 MAKE: dict[str, Callable[..., Any]] = {
-    "onebit-adam": lambda p, **k: OneBitAdam(p, **objects(freeze_step=FREEZE, guard="off", **k)),
-    "onebit-adam, plain": lambda p, **k: OneBitAdam(
-        p, **objects(freeze_step=FREEZE, guard="off", precondition=False, **k)
-    ),
-    "onebit-lamb": lambda p, **k: OneBitLamb(p, **objects(freeze_step=FREEZE, guard="off", **k)),
+    "onebit-adam": by_name(OneBitAdam, freeze_step=FREEZE, guard="off"),
+    "onebit-adam, plain": by_name(OneBitAdam, freeze_step=FREEZE, guard="off", precondition=False),
+    "onebit-lamb": by_name(OneBitLamb, freeze_step=FREEZE, guard="off"),
     "lamb": by_name(Lamb),
-    "zero-one": lambda p, **k: ZeroOneAdam(
-        p, variance_policy=VARIANCE, sync_policy=policies.EveryStep(), **objects(**k)
+    "zero-one": by_name(ZeroOneAdam, variance_policy=VARIANCE, sync_policy=policies.EveryStep()),
+    "zero-one, local steps": by_name(
+        ZeroOneAdam, variance_policy=VARIANCE, sync_policy=policies.DoublingRounds(FREEZE, 1, 2)
     ),
-    "zero-one, local steps": lambda p, **k: ZeroOneAdam(
-        p, variance_policy=VARIANCE, sync_policy=policies.DoublingRounds(FREEZE, 1, 2), **objects(**k)
-    ),
-    "marsit-sgd": lambda p, **k: MarsitSGD(p, **objects(full_precision_every=3, **k)),
-    "marsit-sgd, local steps": lambda p, **k: MarsitSGD(p, **objects(local_steps=2, **k)),
-    "marsit-adam": lambda p, **k: MarsitAdam(p, **objects(**k)),
+    "marsit-sgd": by_name(MarsitSGD, full_precision_every=3),
+    "marsit-sgd, local steps": by_name(MarsitSGD, local_steps=2),
+    "marsit-adam": by_name(MarsitAdam),
     "lion": by_name(OneBitLion),
 }
 EVERY = pytest.mark.parametrize("name", MAKE)
@@ -162,3 +158,33 @@ def test_a_norm_beyond_float32s_squares_is_clipped(name, at):
         assert 1e19 < norm < 1e21
         assert np.abs(momentum).max() < 10
         assert np.abs(residual).max() < 10
+
+
+@pytest.mark.long(but=1)
+@QUIET
+@pytest.mark.parametrize("scope", ["layer", "block"])
+@pytest.mark.parametrize("loud", [1.7e19, 1e25])
+def test_with_own_scales_a_loud_tensor_does_not_move_a_quiet_one(scope, loud):
+    """Nor the momentum and residuals of it; where its gradient is too large, in a step that is skipped anyway."""
+
+    def states(rank: int, transport: Any, largest: float) -> list[np.ndarray]:
+        params = [Parameter(torch.ones(300)), Parameter(torch.ones(200))]
+        optimizer = MAKE["onebit-adam"](params, process_group=transport, block_size=128, scale_scope=scope)
+        seen = []
+        for step in range(10):
+            draw = torch.Generator().manual_seed(100 * rank + step)
+            params[0].grad, params[1].grad = torch.randn(300, generator=draw), torch.randn(200, generator=draw) * 1e-3
+            if step == 5:
+                params[0].grad[7] = largest
+                params[0].grad[8] = torch.nan if loud > 1e20 and rank == 1 else 1.0
+            optimizer.step()
+            if step >= FREEZE:
+                first, layout = optimizer.state_dict()["state"][0]["server_error"].reshape(-1), optimizer.frame.layout
+                line = torch.zeros(layout.numel)
+                line[rank * len(first) : (rank + 1) * len(first)] = first
+                quiet = params[1], optimizer.momentum(params[1]), optimizer.worker_error(params[1])
+                seen.append(flat([*quiet, line[layout.offset(1) :][:200]]))
+        return seen
+
+    plain, beside = (SimulatedGroup(2).run(lambda r, t, largest=x: states(r, t, largest)) for x in (1.0, loud))
+    assert np.array_equal(plain, beside)

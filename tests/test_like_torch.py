@@ -12,7 +12,7 @@ from optimizers import MAKE, objects
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import Faults, Freeze, FusedOneBitWarning, Numerics, OneBitAdam
+from fusedonebit import FusedOneBitWarning, OneBitAdam
 from fusedonebit.comm import SimulatedGroup
 
 EACH = pytest.mark.parametrize("name", MAKE)
@@ -117,9 +117,6 @@ def test_tensors_that_are_no_hyper_parameters_are_refused(betas):
         OneBitAdam([Parameter(torch.ones(3))], freeze_step=2, betas=betas)
 
 
-# ---------------------------------------------------------------- duplicates
-
-
 @EACH
 def test_a_parameter_given_twice_is_warned_of_and_moves_once(name):
     p, q, last = Parameter(torch.ones(3)), Parameter(torch.ones(3)), Parameter(torch.ones(2))
@@ -176,13 +173,7 @@ def test_another_mask_once_compressed_is_refused_with_a_way_out(before, after):
         optimizer.load_state_dict(saved)
     p = Parameter(torch.ones(4))
     mask = {} if after is None else {p: after}
-    optimizer = OneBitAdam(
-        [p],
-        lr=1e-2,
-        faults=Faults(guard="off"),
-        numerics=Numerics(mask=mask),
-        freeze_step=Freeze(step=0, warm_start=saved),
-    )
+    optimizer = OneBitAdam([p], 1e-2, **objects(guard="off", mask=mask, freeze_step=0, warm_start=saved))
     (moved,) = steps(optimizer, [p], 3)
     assert torch.equal(moved != 1, torch.ones(4, dtype=torch.bool) if after is None else after)
 

@@ -129,9 +129,7 @@ def test_the_mean_follows_the_mean_of_all_signs():
         m = BETAS[1] * m + (1 - BETAS[1]) * g
         x = x - LR * (mean + DECAY * x)
     apart = np.abs(found - x)
-    print(
-        f"mean of signs, {steps} steps: {apart.max() / LR:.2f} steps apart at most, {apart.mean() / LR:.2f} on average"
-    )
+    print(f"mean of signs, {steps} steps: {apart.max() / LR:.2f} apart at most, {apart.mean() / LR:.2f} on average")
     assert apart.max() < 6 * LR
 
 
@@ -162,9 +160,6 @@ def test_bad_input_is_told():
     with pytest.raises(RuntimeError, match="before the first step"):
         optimizer.add_param_group({"params": parameters(1)})
     assert "aggregation: majority" in repr(optimizer)
-
-
-# ---------------------------------------------------------------- checkpoints for other numbers of ranks
 
 
 def saved_by_dcp(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray, bool]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from marsit_rounds import EACH, EACH_PLACE, MARSIT, PLACES, kept, make, set_gradients, train
 from observe import caught, fingerprint, parameters
 from optimizers import objects
 from ranks import run_ranks
+from rounds import EACH, EACH_PLACE, MARSIT, PLACES, kept, make_parameters, set_gradients, train
 from torch import Tensor
 
 from fusedonebit import (
@@ -33,7 +33,7 @@ def bad_number(
     rank: int, world_size: int, name: str, options: dict, steps: int, value: float, nonfinite: str, at: int
 ) -> dict[str, Any]:
     """A number that is not finite, on the last rank, ``at`` steps after a round has begun."""
-    optimizer = MARSIT[name](make(), 1e-2, nonfinite=nonfinite, compensation_limit=None, **options)
+    optimizer = MARSIT[name](make_parameters(), 1e-2, nonfinite=nonfinite, compensation_limit=None, **options)
     local_steps = optimizer.frame.options.rounds.local_steps
     train(optimizer, rank, steps * local_steps)
     before, start, step = fingerprint(parameters(optimizer)), kept(optimizer), steps * local_steps
@@ -100,7 +100,7 @@ def test_a_skipped_round_keeps_all_finite_work_of_the_workers():
 
     def run(rank: int, transport: Transport, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         options: dict = {"momentum": 0.0, "compensation_limit": None, "full_precision_every": 2}
-        optimizer = MarsitSGD(make(), 1e-2, process_group=transport, **objects(**options))
+        optimizer = MarsitSGD(make_parameters(), 1e-2, process_group=transport, **objects(**options))
         train(optimizer, rank, steps)
         start = kept(optimizer)
         set_gradients(optimizer, rank, steps)
@@ -126,7 +126,7 @@ def test_a_skipped_round_keeps_all_finite_work_of_the_workers():
 
 
 def build_differently(rank: int, world_size: int, case: str, values: tuple) -> tuple[type | None, str]:
-    params, options = make(), {} if case == "algorithm" else {case: values[rank]}
+    params, options = make_parameters(), {} if case == "algorithm" else {case: values[rank]}
     kind = MARSIT[values[rank] if case == "algorithm" else "sgd"]
     return caught(lambda: kind(params, **options))
 
@@ -153,7 +153,7 @@ def test_different_construction_is_the_same_error_on_every_rank(case, values, te
 
 
 def other_lr(rank: int, world_size: int, topology: str, steps: int, key: str) -> tuple[type | None, str, bool, str]:
-    optimizer = MarsitSGD(make(), 1e-2, topology=topology, rounds=Rounds(full_precision_every=3))
+    optimizer = MarsitSGD(make_parameters(), 1e-2, topology=topology, rounds=Rounds(full_precision_every=3))
     train(optimizer, rank, steps)
     before, group = fingerprint(parameters(optimizer)), optimizer.param_groups[0]
     was = group[key]
@@ -182,7 +182,7 @@ def test_one_ranks_other_setting_raises_on_all_which_can_go_on(topology, world_s
 
 
 def other_lr_between_rounds(rank: int, world_size: int) -> list[type | None]:
-    optimizer = MarsitSGD(make(), 1e-2, rounds=Rounds(local_steps=3, full_precision_every=0))
+    optimizer = MarsitSGD(make_parameters(), 1e-2, rounds=Rounds(local_steps=3, full_precision_every=0))
     seen = []
     for step in range(6):
         optimizer.param_groups[0]["lr"] = 1e-1 if rank == 1 and step == 1 else 1e-2
@@ -198,7 +198,7 @@ def test_a_rate_that_differs_between_rounds_raises_in_the_next():
 
 
 def step_once_more(rank: int, world_size: int, topology: str) -> tuple[type | None, str, float, str]:
-    optimizer = MarsitSGD(make(), 1e-2, topology=topology)
+    optimizer = MarsitSGD(make_parameters(), 1e-2, topology=topology)
     train(optimizer, rank, 2)
     if rank == 1:
         time.sleep(4)  # alive, but with other things to do
@@ -222,7 +222,7 @@ def test_a_rank_that_steps_once_more_raises_and_cannot_go_on(topology):
 
 def out_of_step(rank: int, world_size: int, topology: str) -> tuple[type | None, str, bool]:
     """The last rank repeats a step."""
-    optimizer = MarsitSGD(make(), 1e-2, topology=topology)
+    optimizer = MarsitSGD(make_parameters(), 1e-2, topology=topology)
     train(optimizer, rank, 3)
     before = fingerprint(parameters(optimizer))
     if rank < world_size - 1:
@@ -241,7 +241,7 @@ def test_a_rank_out_of_step_is_the_same_error_on_every_rank(topology, world_size
 
 def fail_on_one_rank(rank: int, world_size: int, options: dict, at: int) -> tuple[list[type | None], str, str, int]:
     """Rank 1 has a gradient that can't be used ``at`` steps after a round has begun."""
-    optimizer = MarsitSGD(make(), 1e-2, **objects(**options))
+    optimizer = MarsitSGD(make_parameters(), 1e-2, **objects(**options))
     local_steps = optimizer.frame.options.rounds.local_steps
     train(optimizer, rank, 2 * local_steps)
     before, kinds, message = fingerprint(parameters(optimizer)), [], ""
@@ -282,23 +282,15 @@ def test_one_ranks_error_raises_on_all_at_the_next_round(options, world_size, at
         assert skipped == 1
 
 
-# ---------------------------------------------------------------- arguments
-
-
 def build_badly(rank: int, world_size: int, name: str, options: dict) -> tuple[type | None, str]:
-    return caught(lambda: MARSIT[name](make(), **options))
+    return caught(lambda: MARSIT[name](make_parameters(), **options))
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "options", "message"),
     [
         ("sgd", 2, {"topology": "tree"}, "topology must be one of 'ring', 'torus', 'owner', got 'tree'"),
-        (
-            "sgd",
-            4,
-            {"topology": "torus", "rows": 3},
-            "rows must be one of [2] for a torus of 4 workers, or None, got 3",
-        ),
+        ("sgd", 4, {"topology": "torus", "rows": 3}, "one of [2] for a torus of 4 workers, or None, got 3"),
         ("sgd", 4, {"topology": "torus", "rows": 2.0}, "rows must be an int or None, got 2.0"),
         ("sgd", 3, {"topology": "torus"}, "needs a world size that is a product of two numbers >= 2, got 3"),
         ("sgd", 1, {"topology": "torus"}, "needs a world size that is a product of two numbers >= 2, got 1"),
@@ -307,24 +299,14 @@ def build_badly(rank: int, world_size: int, name: str, options: dict) -> tuple[t
         ("sgd", 2, {"full_precision_every": 2.5}, "full_precision_every must be an int >= 0, got 2.5"),
         ("sgd", 2, {"local_steps": 0}, "local_steps must be an int >= 1, got 0"),
         ("sgd", 2, {"local_steps": True}, "local_steps must be an int >= 1, got True"),
-        (
-            "sgd",
-            2,
-            {"local_steps": 2, "stochastic_rounding": True},
-            "stochastic_rounding must be False with local_steps=2, got True",
-        ),
+        ("sgd", 2, {"local_steps": 2, "stochastic_rounding": True}, "must be False with local_steps=2, got True"),
         ("sgd", 2, {"seed": -1}, "seed must be an int >= 0, got -1"),
         ("sgd", 2, {"momentum": 1.5}, "momentum must be a number in [0, 1), got 1.5"),
         ("sgd", 2, {"global_ratio": 0}, "global_ratio must be a finite number > 0, got 0"),
         ("adam", 2, {"global_ratio": float("nan")}, "global_ratio must be a finite number > 0, got nan"),
         ("adam", 2, {"eps": 0}, "eps must be > 0, got 0"),
         ("sgd", 2, {"compensation_limit": -1}, "compensation_limit must be a finite number >= 0 or None, got -1"),
-        (
-            "sgd",
-            2,
-            {"compensation_limit": float("inf")},
-            "compensation_limit must be a finite number >= 0 or None, got inf",
-        ),
+        ("sgd", 2, {"compensation_limit": float("inf")}, "limit must be a finite number >= 0 or None, got inf"),
         ("sgd", 2, {"lr": -0.1}, "lr must be a finite number >= 0, got -0.1"),
         ("adam", 2, {"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)"),
         ("adam", 2, {"weight_decay": -1.0}, "weight_decay must be a finite number >= 0, got -1.0"),

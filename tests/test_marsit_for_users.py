@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from marsit_rounds import EACH, MARSIT, kept, make, set_gradients, train
 from observe import caught, fingerprint, parameters
 from optimizers import objects
 from ranks import run_ranks
+from rounds import kept, make_parameters, set_gradients, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -20,22 +20,8 @@ from fusedonebit.triton_kernels import Coef, FlatLayout
 # ---------------------------------------------------------------- one process, groups, and what is told
 
 
-@pytest.mark.parametrize("topology", ["ring", "owner"])
-@EACH
-def test_one_process_needs_no_process_group(name, topology):
-    optimizer = MARSIT[name](make(), 1e-2, topology=topology, full_precision_every=0, global_ratio=0.5)
-    start = [p.detach().clone() for p in parameters(optimizer)]
-    set_gradients(optimizer, 0, 0)
-    grads = [p.grad.clone() for p in parameters(optimizer)]
-    optimizer.step()
-    for p, x, g in zip(parameters(optimizer), start, grads, strict=True):
-        decay = 0.01 * x if name == "adam" else 0.0
-        update = (g.sign() if name == "adam" else g) + decay
-        torch.testing.assert_close(p.detach(), x - 0.005 * update.sign(), rtol=0, atol=1e-6)
-
-
 def grow(rank: int, world_size: int, local_steps: int) -> tuple[tuple, tuple, list[int], str, list[bool]]:
-    params = make()
+    params = make_parameters()
     optimizer = MarsitSGD(params[:3], 1e-2, rounds=Rounds(full_precision_every=4, local_steps=local_steps))
     train(optimizer, rank, 2 * local_steps)
     before = [*kept(optimizer), *(optimizer.momentum(p) for p in params[:3])]
@@ -44,7 +30,7 @@ def grow(rank: int, world_size: int, local_steps: int) -> tuple[tuple, tuple, li
     rounds = [optimizer.stats()["rounds"]]
     train(optimizer, rank, 2 * local_steps, 2 * local_steps)
     rounds.append(optimizer.stats()["rounds"])
-    still = [bool(torch.equal(p, q)) for p, q in zip(params, make(), strict=True)]
+    still = [bool(torch.equal(p, q)) for p, q in zip(params, make_parameters(), strict=True)]
     outcome: tuple = (None, "")
     if local_steps > 1:
         train(optimizer, rank, 1, 4 * local_steps)
@@ -91,9 +77,8 @@ def test_a_group_that_was_added_counts_its_own_updates():
 
 
 def tell(rank: int, world_size: int) -> tuple[list[dict], str, float]:
-    optimizer = MarsitSGD(
-        make(), 1e-2, topology="torus", rounds=Rounds(full_precision_every=2, local_steps=2, compensation_limit=None)
-    )
+    rounds = Rounds(full_precision_every=2, local_steps=2, compensation_limit=None)
+    optimizer = MarsitSGD(make_parameters(), 1e-2, topology="torus", rounds=rounds)
     seen = []
     for step in range(8):
         train(optimizer, rank, 1, step)
@@ -112,7 +97,7 @@ def test_stats_and_repr_tell_where_training_stands():
         assert [s["bytes_step"] == 0 for s in seen] == [True, False] * 4
         assert seen[-1]["compensation_norm"] == pytest.approx(norm, rel=1e-5)
         assert seen[1]["compensation_norm"] == 0
-        assert seen[0]["parameters"] == sum(p.numel() for p in make())
+        assert seen[0]["parameters"] == sum(p.numel() for p in make_parameters())
         # Momentum, compensation and anchor, and one bit for each element.
         held = seen[-1]["state_bytes"] / (seen[-1]["parameters"] + seen[-1]["padding"])
         assert 12 < held < 14
@@ -120,11 +105,12 @@ def test_stats_and_repr_tell_where_training_stands():
         for line in ("MarsitSGD", "phase: one-bit, 8 updates", "topology: torus, full precision every 2 rounds"):
             assert line in text
         assert "local_steps: 2" in text
-    assert "topology: ring, full precision never\n" in repr(MarsitSGD(make(), rounds=Rounds(full_precision_every=0)))
+    never = MarsitSGD(make_parameters(), rounds=Rounds(full_precision_every=0))
+    assert "topology: ring, full precision never\n" in repr(never)
 
 
 def test_momentum_that_comes_later_is_refused_instead_of_ignored():
-    optimizer = MarsitSGD(make(), 1e-2, momentum=0.0)
+    optimizer = MarsitSGD(make_parameters(), 1e-2, momentum=0.0)
     train(optimizer, 0, 1)
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match="momentum must be 0 where no group had any at construction, got 0"):
@@ -147,9 +133,8 @@ def test_stochastic_rounding_keeps_small_updates_in_all_rounds(every):
 def test_updates_whose_sum_would_overflow_are_averaged():
     def run(rank: int, transport: Transport) -> Tensor:
         param = Parameter(torch.zeros(10))
-        optimizer = MarsitSGD(
-            [param], 2.0**64, momentum=0.0, rounds=Rounds(full_precision_every=1), process_group=transport
-        )
+        rounds = Rounds(full_precision_every=1)
+        optimizer = MarsitSGD([param], 2.0**64, momentum=0.0, rounds=rounds, process_group=transport)
         param.grad = torch.full((10,), (1.25, 1.5)[rank] * 2.0**63)
         optimizer.step()
         return param.detach()
@@ -186,23 +171,6 @@ def test_a_segments_local_work_is_done_while_its_bits_travel():
 
     for notes in SimulatedGroup(3).run(run):
         assert notes == ["prepare", *("send", "prepare", "wait") * 2, *("send", "wait") * 2]
-
-
-@pytest.mark.parametrize("skipped", [{2}, {1, 3}, {0, 2}, {4}, {1, 2, 3, 4}, {2, 4, 5}], ids=str)
-def test_full_precision_rounds_do_not_count_skipped_ones(skipped):
-    def run(rank: int, transport: SimulatedTransport) -> list[bool]:
-        reduce = MarsitAllReduce(FlatLayout((3,), 2), transport, full_precision_every=4)
-        full = []
-        for attempt in range(14):
-            bad = rank == 1 and attempt in skipped
-            update = reduce([torch.full((3,), torch.nan if bad else 1.0)], 0.1)
-            full.append(reduce.schedule.full_precision)
-            assert bool(update.any()) == (attempt not in skipped)
-        return full
-
-    counted = [sum(before not in skipped for before in range(attempt)) for attempt in range(14)]
-    for full in SimulatedGroup(2).run(run):
-        assert full == [count % 4 == 0 for count in counted]
 
 
 def bad_tensors(rank: int, transport: Transport, case: str) -> tuple[type | None, str, bool]:
@@ -245,4 +213,43 @@ def test_a_transport_that_can_not_exchange_is_told_so():
         all_to_all = all_gather = all_reduce = reduce_scatter = broadcast = print
 
     with pytest.raises(TypeError, match="got Old, which lacks exchange"):
-        MarsitSGD(make(), 1e-2, process_group=Old())
+        MarsitSGD(make_parameters(), 1e-2, process_group=Old())
+
+
+# ---------------------------------------------------------------- clipping
+
+
+def clipped(rank: int, transport: Transport, local_steps: int) -> list[tuple[float, list[Tensor]]]:
+    options: dict = {"momentum": 0.0, "full_precision_every": 1, "local_steps": local_steps}
+    optimizer = MarsitSGD(make_parameters(), 1e-2, max_grad_norm=0.5, process_group=transport, **objects(**options))
+    seen = []
+    for step in range(4 * local_steps):
+        set_gradients(optimizer, rank, step)
+        for p in parameters(optimizer):
+            p.grad.mul_(1.0 if step % 4 == 3 else 1e-3 if step % 4 == 2 else 1.0 + rank)
+        own = torch.linalg.vector_norm(torch.cat([p.grad.reshape(-1).double() for p in parameters(optimizer)]))
+        grads = [p.grad.double() for p in parameters(optimizer)]
+        before = [p.detach().double() for p in parameters(optimizer)]
+        optimizer.step()
+        moved = [b - p.detach().double() for p, b in zip(parameters(optimizer), before, strict=True)]
+        seen.append((float(own), optimizer.stats()["grad_norm"], grads, moved))
+    return seen
+
+
+def test_with_one_local_step_the_mean_norm_clips_all_ranks():
+    for of_ranks in zip(*SimulatedGroup(3).run(lambda r, t: clipped(r, t, 1)), strict=True):
+        mean = sum(own for own, *_ in of_ranks) / 3
+        factor = min(1.0, 0.5 / mean)
+        averages = [torch.stack(grads).mean(0) for grads in zip(*(seen[2] for seen in of_ranks), strict=True)]
+        for _, told, _, moved in of_ranks:
+            assert told == pytest.approx(mean, rel=1e-5)
+            for g, m in zip(averages, moved, strict=True):
+                torch.testing.assert_close(m, 1e-2 * factor * g, rtol=1e-4, atol=5e-7)
+
+
+def test_in_local_steps_each_worker_clips_by_its_own_norm():
+    for seen in SimulatedGroup(2).run(lambda r, t: clipped(r, t, 2)):
+        for own, told, grads, moved in seen[::2]:
+            assert told == pytest.approx(own, rel=1e-5)
+            for g, m in zip(grads, moved, strict=True):
+                torch.testing.assert_close(m, 1e-2 * min(1.0, 0.5 / own) * g, rtol=1e-4, atol=5e-7)

@@ -102,29 +102,6 @@ class ByRank(MarsitAllReduce):
         return super()._draw(number, lane, self._position, start)
 
 
-@pytest.mark.full
-@each(*RINGS, *TORUSES, *OWNERS)
-def test_the_law_holds_in_every_segment_over_a_million_draws(way):
-    topology, world_size, rows = way
-    draws = 1_000_448  # whole blocks
-    layout = FlatLayout((world_size * draws,), world_size)
-    for count in {1, world_size // 2, world_size - 1}:  # so many workers have a 1, from rank 1 on
-
-        def work(rank: int, transport: SimulatedTransport, count: int = count) -> Tensor:
-            options = {"topology": topology, "rows": rows, "full_precision_every": 0, "seed": 3}
-            has = (rank - 1) % world_size < count
-            x = torch.full((world_size * draws,), 1.0 if has else -1.0)
-            reduce = MarsitAllReduce(layout, transport, **options)
-            reduce([x], step=0.0)
-            return (reduce.signs() > 0).view(world_size, -1).double().mean(1) if rank == 0 else x[:0]
-
-        share = count / world_size
-        found = SimulatedGroup(world_size).run(work)[0]
-        z = (found - share) / math.sqrt(share * (1 - share) / draws)
-        print(f"{name(way)}, {count} of {world_size} have a 1, {draws:,} draws a segment: worst z {z.abs().max():.2f}")
-        assert z.abs().max() <= MOST
-
-
 @pytest.mark.long(but=1)
 @each(*RINGS[1:], *TORUSES)
 def test_with_ranks_in_place_of_positions_the_law_is_seen_broken(way):

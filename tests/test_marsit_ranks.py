@@ -1,4 +1,4 @@
-"""Marsit on real ranks: what stays bit-identical, which collectives are called, and what goes over the sockets."""
+"""Marsit on real ranks: what stays bit-identical, collectives, bytes on the sockets; and in two levels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +17,14 @@ from collective_counter import CollectiveCounter
 from observe import fingerprint, parameters
 from optimizers import by_name, objects
 from ranks import WORLD_SIZES, run_ranks, simulate
+from rounds import EACH, MARSIT, kept
+from rounds import train as take_steps
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.comm import SimulatedGroup, Transport
-from fusedonebit.core.optimizer import DistributedOptimizer
 
-MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
-EACH = pytest.mark.parametrize("name", MARSIT)
 ROUNDS = 5
 
 
@@ -34,17 +35,6 @@ def make() -> list[Parameter]:
     return params
 
 
-def step_once(optimizer: DistributedOptimizer, rank: int, step: int) -> None:
-    for i, p in enumerate(parameters(optimizer)):
-        generator = torch.Generator().manual_seed(1 + rank + 10 * step + 100_000 * i)
-        p.grad = (torch.randn(p.shape, generator=generator) + 0.3).to(p.dtype)
-    optimizer.step()
-
-
-def compensations(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
-    return [optimizer.compensation(p) for p in parameters(optimizer)]
-
-
 def train(
     rank: int, world_size: int, name: str, options: dict, group: Transport | None = None, rounds: int = ROUNDS
 ) -> dict[str, Any]:
@@ -52,12 +42,12 @@ def train(
     optimizer = MARSIT[name](make(), 1e-2, weight_decay=0.1, process_group=group, **options)
     seen: dict[str, Any] = {"phases": [], "prints": [], "largest": [], "own": []}
     for step in range(rounds * optimizer.frame.options.rounds.local_steps):
-        step_once(optimizer, rank, step)
-        kept = compensations(optimizer)
+        take_steps(optimizer, rank, 1, step)
+        own = kept(optimizer)
         seen["phases"].append(optimizer.phase)
         seen["prints"].append(fingerprint(parameters(optimizer)))
-        seen["largest"].append([float(c.abs().max()) for c in kept])
-        seen["own"].append(fingerprint(kept + [optimizer.momentum(p) for p in parameters(optimizer)]))
+        seen["largest"].append([float(c.abs().max()) for c in own])
+        seen["own"].append(fingerprint(own + [optimizer.momentum(p) for p in parameters(optimizer)]))
     seen["rounds"] = optimizer.stats()["rounds"]
     return seen
 
@@ -138,16 +128,13 @@ def test_a_seed_repeats_its_run_and_another_does_not(topology):
         assert prints[0] == prints[1] != prints[2]
 
 
-# ---------------------------------------------------------------- collectives
-
-
 def count_collectives(rank: int, world_size: int, name: str, options: dict, tensors: int) -> list[tuple[str, dict]]:
     params = [Parameter(torch.randn(3 + i % 50, generator=torch.Generator().manual_seed(i))) for i in range(tensors)]
     optimizer = MARSIT[name](params, 1e-2, full_precision_every=3, local_steps=2, **options)
     seen = []
     for step in range(8):
         with CollectiveCounter() as counter:
-            step_once(optimizer, rank, step)
+            take_steps(optimizer, rank, 1, step)
         names = {called: counter.names.count(called) for called in set(counter.names)}
         stats = optimizer.stats()
         called = names.get("send", 0) + sum(v for k, v in names.items() if k not in TALK)
@@ -180,8 +167,6 @@ def test_a_round_takes_one_exchange_a_hop_and_a_local_step_none(name, world_size
             for phase, called in seen:
                 assert called == {"local": {}, "uncompressed": FULL, "one-bit": expected}[phase]
 
-
-# ---------------------------------------------------------------- bytes, as the sockets count them
 
 # Offsets in Linux' struct tcp_info.
 ACKED, RECEIVED = 120, 128
@@ -261,3 +246,117 @@ def test_the_sockets_count_as_many_bytes_as_the_paper_says(options, bits):
             f"received {ratios[1]:.4f}, by stats() {ratios[2]:.4f} (limits 0.98 ... 1.02)"
         )
         assert all(0.98 <= ratio <= 1.02 for ratio in ratios)
+
+
+# ---------------------------------------------------------------- two levels: nodes as workers
+
+SIZES = (1024, 512, 512)  # of blocks of 128: the first tensor is one part, the others are the second
+STEPS, INSIDE = 9, 2
+KINDS: dict[str, Any] = {
+    "ring": (by_name(MarsitSGD), {"momentum": 0.9, "topology": "ring"}),
+    "owner": (by_name(MarsitSGD), {"momentum": 0.9, "topology": "owner", "weight_decay": 0.1}),
+    "adam": (by_name(MarsitAdam), {"topology": "ring"}),
+}
+
+
+def build(kind: str, sizes: tuple[int, ...], values: list[torch.Tensor], **more: Any) -> tuple[list, Any]:
+    cls, options = KINDS[kind]
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    assert tuple(p.numel() for p in params) == sizes
+    common = {"lr": 1e-2, "full_precision_every": 4, "block_size": 128}
+    return params, cls(params, **common, **options, **more)
+
+
+def values() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, generator=generator) for n in SIZES]
+
+
+def gradient(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(n, generator=generator) for n in SIZES]
+
+
+def in_levels(rank: int, world_size: int, kind: str) -> list[list[torch.Tensor]]:
+    mesh = init_device_mesh("cpu", (world_size // INSIDE, INSIDE))
+    params, optimizer = build(kind, SIZES, values(), hierarchy=mesh)
+    seen = []
+    for step in range(STEPS):
+        for p, g in zip(params, gradient(rank, step), strict=True):
+            p.grad = g
+        optimizer.step()
+        seen.append([p.detach().clone() for p in params])
+    assert optimizer.stats()["bytes_inside"] > 0
+    return seen
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_marsit_on_each_part_with_nodes_as_workers(kind):
+    ranks = run_ranks(in_levels, 4, kind)
+
+    def node(part: slice):
+        def train(worker: int, transport: Any) -> list[list[torch.Tensor]]:
+            params, optimizer = build(kind, SIZES[part], values()[part], process_group=transport)
+            seen = []
+            for step in range(STEPS):
+                first, second = (gradient(INSIDE * worker + i, step)[part] for i in range(INSIDE))
+                for p, a, b in zip(params, first, second, strict=True):
+                    p.grad = 0.5 * a + 0.5 * b
+                optimizer.step()
+                seen.append([p.detach().clone() for p in params])
+            return seen
+
+        return train
+
+    parts = [SimulatedGroup(2).run(node(part))[0] for part in (slice(0, 1), slice(1, 3))]
+    for step in range(STEPS):
+        expected = [*parts[0][step], *parts[1][step]]
+        for seen in ranks:
+            for here, there in zip(seen[step], expected, strict=True):
+                assert torch.equal(here, there), f"{kind}, step {step}"
+
+
+def with_faults(rank: int, world_size: int) -> list[Any]:
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world_size // INSIDE, INSIDE))
+    params, optimizer = build("ring", SIZES, values(), hierarchy=mesh)
+    told: list[Any] = []
+    for step in range(8):
+        for p, g in zip(params, gradient(rank, step), strict=True):
+            p.grad = g
+        if step in (2, 4) and rank == 3:  # a 1-bit round, and one of full precision
+            params[0].grad[5] = float("nan")
+        optimizer.step()
+        told.append([p.detach().clone() for p in params])
+    saved = optimizer.state_dict()
+    again, resumed = build("ring", SIZES, told[-1], hierarchy=mesh)
+    resumed.load_state_dict(saved)
+    for p, q, g in zip(params, again, gradient(rank, 9), strict=True):
+        p.grad, q.grad = g, g.clone()
+    optimizer.step()
+    resumed.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, again, strict=True))
+    with pytest.raises(RuntimeError, match=r"add_param_group must be called without Wire\(hierarchy=\.\.\.\)"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]})
+    optimizer.param_groups[0]["lr"] = 1e-2 if rank != 2 else 2e-2
+    before = [p.detach().clone() for p in params]
+    try:
+        optimizer.step()
+        error = ""
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    still = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    return [told, optimizer.stats()["skipped_steps"], error, still]
+
+
+def test_one_ranks_fault_is_all_ranks_and_runs_can_be_resumed():
+    runs = run_ranks(with_faults, 4)
+    for told, skipped, error, still in runs:
+        assert all(torch.equal(a, b) for x, y in zip(told, runs[0][0], strict=True) for a, b in zip(x, y, strict=True))
+        assert all(torch.equal(a, b) for step in (2, 4) for a, b in zip(told[step], told[step - 1], strict=True))
+        assert skipped == 3, "two NaNs, and the round in which learning rates differ"
+        assert error.startswith("OutOfStepError: "), error
+        assert "hyper-parameters" in error
+        assert "damaged" not in error
+        assert still

@@ -78,6 +78,16 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
+def stays(optimizer: Any, params: list[Parameter], rank: int, step: int, lone: int | None) -> None:
+    """Takes a step in which what no rank has a gradient of stays; rank ``lone`` has none of one tensor more."""
+    absent = absent_in(step)
+    for i, p in enumerate(params):
+        p.grad = None if i in absent or (rank == lone and i == (step + 1) % 5) else gradient(rank, step, i)
+    before = {i: state_of(optimizer, params[i]) for i in absent}
+    optimizer.step()
+    assert not {i: found for i in absent if (found := changed(before[i], state_of(optimizer, params[i])))}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_warm_up_equals_adamw_whatever_gradients_are_none(world_size):
     def work(rank: int, transport: Any) -> float:
@@ -111,14 +121,7 @@ def test_what_no_rank_has_a_gradient_of_stays_to_the_bit(name, world_size):
         params = parameters()
         optimizer = (AVERAGING | OWN)[name](params, weight_decay=0.1, process_group=transport)
         for step in range(10):
-            absent = absent_in(step)
-            for i, p in enumerate(params):
-                # One rank has none of one tensor more, and other ranks have.
-                here = world_size == 1 or rank != step % world_size or i != (step + 1) % 5
-                p.grad = gradient(rank, step, i) if i not in absent and here else None
-            before = {i: state_of(optimizer, params[i]) for i in absent}
-            optimizer.step()
-            assert not {i: found for i in absent if (found := changed(before[i], state_of(optimizer, params[i])))}
+            stays(optimizer, params, rank, step, step % world_size if world_size > 1 else None)
         assert [int(optimizer.state[p]["step"]) for p in params] == [
             sum(i not in absent_in(step) for step in range(10)) for i in range(len(params))
         ]
@@ -285,9 +288,7 @@ class TwoHeads(Module):
 
 def train_two_heads(rank: int, world_size: int) -> list[Tensor]:
     model = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
-    optimizer = OneBitAdam(
-        model.parameters(), lr=1e-2, weight_decay=0.1, freeze_step=FREEZE, faults=Faults(guard="off")
-    )
+    optimizer = OneBitAdam(model.parameters(), 1e-2, weight_decay=0.1, freeze_step=FREEZE, faults=Faults(guard="off"))
     ddp.attach(model, optimizer)
     for step in range(8):
         head = step % 2 if step % 4 < 3 else rank  # all use one of them, or each rank its own
@@ -314,12 +315,7 @@ def train_in_nodes(rank: int, world_size: int, kind: str) -> list[Tensor]:
     params = parameters()
     optimizer = (AVERAGING | OWN)[kind](params, weight_decay=0.1, hierarchy=mesh)
     for step in range(9):
-        absent = absent_in(step)
-        for i, p in enumerate(params):
-            p.grad = None if i in absent or (rank == step % 4 and i == (step + 1) % 5) else gradient(rank, step, i)
-        before = {i: state_of(optimizer, params[i]) for i in absent}
-        optimizer.step()
-        assert not any(changed(before[i], state_of(optimizer, params[i])) for i in absent)
+        stays(optimizer, params, rank, step, step % 4)
     return params
 
 

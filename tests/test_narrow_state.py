@@ -1,26 +1,26 @@
-"""``Numerics(state=)`` in the compression stage: residuals, momentum and variance in two bytes each, or in one."""
+"""``Numerics(state=, frozen_dtype=)``: what the compression stage keeps in two bytes each, or in one."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from frozen_dtype_runs import params, train, values
+from observe import resumed
 from op_arguments import Problem
-from optimizers import by_name, objects
+from optimizers import ADAM_AND_LAMB, ONEBIT, UNGUARDED, by_name, objects
 from ranks import run_ranks, simulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedonebit import Lamb, Numerics, OneBitAdam, OneBitLamb, Wire, dcp, triton_kernels
 from fusedonebit.comm import Transport
-from fusedonebit.triton_kernels import settle
+from fusedonebit.triton_kernels import Coef, settle, update_sums
 from fusedonebit.triton_kernels.codes import in_float32, keep_nearest
 from fusedonebit.triton_kernels.nouns import Compensated, Stored
 
+pytestmark = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 KINDS: dict[str, dict[str, Any]] = {
     "frozen": {"freeze_step": 4},
     "living": {"warmup": 4},
@@ -31,6 +31,23 @@ KINDS: dict[str, dict[str, Any]] = {
 NARROW = [(kind, "bf16") for kind in KINDS] + [(kind, "8bit") for kind in KINDS if kind != "undivided"]
 each_kind = pytest.mark.parametrize(("kind", "state"), NARROW)
 each_state = pytest.mark.parametrize("state", ["bf16", "8bit"])
+
+
+def params(n: int = 3) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(40, 33)) for _ in range(n)]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
 
 
 def narrow(kind: str, state: str, **more: Any) -> OneBitAdam:
@@ -111,18 +128,6 @@ APART = {"bf16": 0.05, "8bit": 0.15}
 """How far apart from float32's way a short one may end, as a share of it; errors of the other sign double it."""
 
 
-def assert_resumes(optimizer: Any, again: Any, done: int) -> None:
-    """``again``, which is fresh, goes on from ``optimizer``'s state after so many steps as that does itself."""
-    saved, weights = copy.deepcopy(optimizer.state_dict()), values(optimizer)
-    train(optimizer, range(done, done + 6))
-    with torch.no_grad():
-        for p, value in zip(again.param_groups[0]["params"], weights, strict=True):
-            p.copy_(value)
-    again.load_state_dict(saved)
-    train(again, range(done, done + 6))
-    assert all(torch.equal(a, b) for a, b in zip(values(optimizer), values(again), strict=True))
-
-
 @each_state
 def test_lamb_keeps_its_moments_so(state):
     runs = {}
@@ -138,7 +143,10 @@ def test_lamb_keeps_its_moments_so(state):
     apart = float((runs[state] - runs["fp32"]).norm() / (runs["fp32"] - start).norm())
     print(f"{state}: {apart:.3f} of the way apart")
     assert 0 < apart < APART[state]
-    assert_resumes(optimizer, Lamb(params(), 1e-2, numerics=Numerics(state=state)), 30)
+    again = resumed(optimizer, Lamb(params(), 1e-2, numerics=Numerics(state=state)))
+    for each in (optimizer, again):
+        train(each, range(30, 36))
+    assert all(map(torch.equal, values(optimizer), values(again)))
 
 
 @each_kind
@@ -166,45 +174,26 @@ def test_it_trains_as_float32_does(kind, state):
     assert 0 < apart < APART[state]
 
 
-def on_ranks(rank: int, transport: Transport, options: dict[str, Any]) -> tuple[list[Tensor], float]:
-    optimizer = OneBitAdam(params(), 1e-3, **objects(guard="off", **options), process_group=transport)
-    train(optimizer, range(10), rank)
-    assert optimizer.phase == "compression"
-    assert (
-        optimizer.algorithm.exchange.reducer.of_rank.server.numbers.dtype
-        is optimizer.algorithm.moments.exp_avg.dtype
-        is not torch.float32
-    )
-    return values(optimizer), optimizer.stats()["state_bytes"] / optimizer.frame.layout.numel
-
-
-@pytest.mark.parametrize("more", [{}, {"buckets": 2, "scale_scope": "layer"}], ids=["whole", "buckets"])
-@pytest.mark.parametrize("kind", ["frozen", "living"])
-@each_state
-def test_ranks_stay_bit_identical(kind, more, state):
-    (first, held), (second, _) = simulate(on_ranks, 2, KINDS[kind] | more | {"state": state})
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    print(f"{kind}: {held:.2f} bytes of state for each element on 2 ranks")
-
-
-@each_kind
-def test_resuming_is_exact(kind, state):
-    whole = narrow(kind, state)
-    train(whole, range(8))
-    assert_resumes(whole, narrow(kind, state), 8)
-
-
-@each_state
-def test_a_checkpoint_for_any_number_of_ranks_keeps_it(tmp_path, state):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("onebit-adam-living", {"warmup": 3, "state": state}) for state in ("bf16", "8bit")),
+        *((name, {"freeze_step": 3, "frozen_dtype": torch.bfloat16}) for name in ("onebit-adam", "onebit-lamb")),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_for_any_number_of_ranks_keeps_it(tmp_path, name, options):
     torch.manual_seed(0)
     models = [torch.nn.Linear(33, 40) for _ in range(2)]
-    first, second = (OneBitAdam(m.parameters(), 1e-3, warmup=3, numerics=Numerics(state=state)) for m in models)
+    first, second = (ONEBIT[name](m.parameters(), 1e-3, **UNGUARDED | options) for m in models)
     train(first, range(8))
     dcp.save(models[0], first, tmp_path / "saved")
     dcp.load(models[1], second, tmp_path / "saved")
+    if "frozen_dtype" in options:
+        assert second.state_dict()["state"][0]["exp_avg_sq"].dtype is torch.bfloat16
     for optimizer in (first, second):
         train(optimizer, range(8, 12))
-    assert all(torch.equal(a, b) for a, b in zip(values(first), values(second), strict=True))
+    assert all(map(torch.equal, values(first), values(second)))
 
 
 def on_two_levels(rank: int, world_size: int, state: str, folder: str) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -236,7 +225,6 @@ def test_two_levels_keep_it_and_hand_it_to_one(state, tmp_path):
         assert torch.equal(flat, found[0][2])
 
 
-@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
 @each_state
 def test_a_re_warm_up_goes_on_as_narrow(state):
     wide, half = (narrow("frozen", each, refuse_every=4, rewarm_steps=10) for each in ("fp32", state))
@@ -295,7 +283,59 @@ def held_by_a_rank(rank: int, transport: Transport, options: dict[str, Any]) -> 
 def test_what_one_of_eight_ranks_holds_in_codes(kind, most):
     options = KINDS[kind] | {"state": "8bit", "stochastic_rounding": True, "guard": "off"}
     (held, wire), *_ = simulate(held_by_a_rank, 8, options)
-    print(
-        f"{kind}: {held:.2f} bytes a bfloat16 parameter, its gradient and state ({most}); on the wire {wire:.2f} more"
-    )
+    print(f"{kind}: {held:.2f} bytes a parameter, its gradient and state ({most}); on the wire {wire:.2f} more")
     assert held <= most
+
+
+# ---------------------------------------------------------------- the frozen variance alone
+
+HALF: dict[str, Any] = {"frozen_dtype": torch.bfloat16}
+
+
+@ADAM_AND_LAMB
+@pytest.mark.parametrize("precondition", [False, True])
+def test_it_saves_two_bytes_and_only_rounds_denominators(name, precondition):
+    options = UNGUARDED | {"freeze_step": 4, "precondition": precondition}
+    wide, half = (ONEBIT[name](params(), 1e-3, **options, **more) for more in ({}, HALF))
+    for optimizer in (wide, half):
+        train(optimizer, range(5))
+    saved = wide.stats()["state_bytes"] - half.stats()["state_bytes"]
+    print(f"{name}: {saved / half.frame.layout.numel:.3f} bytes per element less")
+    assert saved == 2 * half.frame.layout.numel
+    v, rounded = (o.state_dict()["state"][0]["exp_avg_sq"] for o in (wide, half))
+    assert rounded.dtype is torch.bfloat16
+    assert torch.equal(rounded, v.bfloat16())
+    assert "frozen_dtype: bfloat16" in repr(half)
+    # One compressed update from equal signs: as far apart as the roots of the two variances.
+    for a, b, start in zip(values(wide), values(half), params(), strict=True):
+        torch.testing.assert_close(b - start, a - start, rtol=0.02, atol=2e-6)
+
+
+@ADAM_AND_LAMB
+@pytest.mark.parametrize("precondition", [False, True])
+def test_the_guard_reads_it_as_it_reads_float32(name, precondition):
+    optimizer = ONEBIT[name](params(), 1e-3, freeze_step=4, precondition=precondition, **HALF)
+    train(optimizer, range(8))
+    assert optimizer.phase == "compression"
+    places, coef = optimizer.frame.places, torch.rand(len(optimizer.frame.layout.sizes), len(Coef))
+    v = optimizer.algorithm.moments.exp_avg_sq
+    half, wide = (update_sums(places, None, each, False, coef) for each in (v, v.float()))
+    assert torch.equal(half, wide)
+    assert half.sum() > 0
+
+
+def test_a_re_warm_up_goes_on_in_float32():
+    optimizer = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3, refuse_every=4, rewarm_steps=10, **HALF)
+    train(optimizer, range(9))
+    assert (optimizer.phase, optimizer.stats()["rewarms"]) == ("warmup", 1)
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"].dtype is torch.float32
+
+
+def test_another_dtypes_checkpoint_is_refused_bad_dtypes_named():
+    optimizer = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3, **HALF)
+    train(optimizer, range(5))
+    other = ONEBIT["onebit-adam"](params(), 1e-3, freeze_step=3)
+    with pytest.raises(ValueError, match=r"frozen_dtype='torch.bfloat16', but here it is 'torch.float32'"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"frozen_dtype must be torch.float32 or torch.bfloat16, got torch.float16"):
+        ONEBIT["onebit-adam"](params(), freeze_step=3, frozen_dtype=torch.float16)

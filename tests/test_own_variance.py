@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dcp_runs import differing, everything, network
-from dcp_runs import train as train_model
 from observe import caught, fingerprint, flat, parameters, through_a_file
-from ranks import run_ranks
+from rounds import Script, make, make_parameters, momenta, own_state, residuals, set_gradients, variances
 from torch import Tensor
 from torch.nn import Parameter
-from zero_one_rounds import Script, make, make_parameters, momenta, own_state, residuals, set_gradients, variances
 
-from fusedonebit import AbortedStepError, Numerics, ZeroOneAdam, dcp, policies
+from fusedonebit import AbortedStepError, Numerics, ZeroOneAdam, policies
 from fusedonebit.comm import SimulatedGroup, Transport
 from fusedonebit.optim.own_variance import OwnVariance
 
@@ -45,10 +42,7 @@ def owed(optimizer: ZeroOneAdam) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("options", "length", "phases"),
-    [
-        ({}, 1, [("one-bit", 0)] * 4),
-        ({"sync_policy": policies.FixedRounds()}, 2, [("local", 1), ("one-bit", 0)] * 2),
-    ],
+    [({}, 1, [("one-bit", 0)] * 4), ({"sync_policy": policies.FixedRounds()}, 2, [("local", 1), ("one-bit", 0)] * 2)],
 )
 def test_it_is_the_default_from_the_first_step(options, length, phases):
     optimizer, seen = ZeroOneAdam(make_parameters(), **options), []
@@ -162,7 +156,7 @@ def test_ranks_have_equal_parameters_and_levels_but_own_moments():
         assert all(a != b for a, b in zip(other[2:], first[2:], strict=True))
 
 
-@pytest.mark.parametrize("common", [0.0, 1.0])
+@pytest.mark.parametrize("common", [0.0, 0.5, 1.0])
 def test_updates_are_the_mean_gradients_however_noisy_ranks_are(common):
     """With the same noise-free gradient rho is 1, with noise alone 1/W: then steps are not smaller than Adam's."""
 
@@ -170,14 +164,15 @@ def test_updates_are_the_mean_gradients_however_noisy_ranks_are(common):
         optimizer = own(make_parameters(), process_group=transport)
         for step in range(60):
             for i, p in enumerate(parameters(optimizer)):
-                generator = torch.Generator().manual_seed(step + 1000 * i + (0 if common else 100_000 * (rank + 1)))
-                p.grad = torch.randn(p.shape, generator=generator)
+                seeds = (step + 1000 * i, step + 1000 * i + 100_000 * (rank + 1))
+                shared, noise = (torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds)
+                p.grad = common**0.5 * shared + (1 - common) ** 0.5 * noise
             optimizer.step()
         return level(optimizer).rho.tolist()
 
-    rho = SimulatedGroup(4).run(work)[0]
-    print(f"{common}: rho {[f'{x:.2f}' for x in rho]}")
-    assert abs(rho[0] - (1.0 if common else 0.25)) <= 0.06
+    rho, expected = SimulatedGroup(4).run(work)[0], common + (1 - common) / 4
+    print(f"{common}: rho {[f'{x:.2f}' for x in rho]}, expected {expected}")
+    assert abs(rho[0] - expected) <= (0.06 if common in (0.0, 1.0) else 0.15 * expected)
 
 
 @pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
@@ -265,47 +260,6 @@ def test_alone_it_has_a_level_of_one():
 # ---------------------------------------------------------------- checkpoints
 
 
-def wrote_and_read(rank: int, world_size: int, folder: str, steps: int, reads: bool) -> tuple[Tensor, list[str], str]:
-    model = network()
-    optimizer = own(model.parameters(), (2,))
-    if not reads:
-        train_model(model, optimizer, range(steps))
-        dcp.save(model, optimizer, folder)
-        again = network()
-        resumed = own(again.parameters(), (2,))
-        dcp.load(again, resumed, folder)
-        train_model(model, optimizer, range(steps, steps + 6))
-        train_model(again, resumed, range(steps, steps + 6))
-        assert differing(everything(model, optimizer), everything(again, resumed)) == []
-        model, optimizer = network(), own(network().parameters(), (2,))
-        optimizer = own(model.parameters(), (2,))
-    dcp.load(model, optimizer, folder)
-    of_all = [fingerprint([level(optimizer).levels, level(optimizer).rho]), fingerprint(parameters(optimizer))]
-    means = [torch.cat([x.flatten() for x in each(optimizer)]) for each in (momenta, variances)]
-    mean = torch.stack(means).double()
-    optimizer.frame.ranks.transport.all_reduce(mean)
-    total = torch.zeros(optimizer.frame.layout.numel)
-    optimizer.algorithm.exchange.reducer.take_residuals(total)
-    layout = optimizer.frame.layout
-    left = torch.cat([total[layout.offset(i) :][:size] for i, size in enumerate(layout.sizes)]).double()
-    train_model(model, optimizer, range(20, 24))
-    return torch.cat([left[None], mean / world_size]), of_all, fingerprint(parameters(optimizer))
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize(("wrote", "reads"), [(2, 3), (3, 1)])
-def test_other_numbers_of_ranks_keep_mean_moments_and_residuals(tmp_path, wrote, reads):
-    folder = str(tmp_path / "saved")
-    before, of_all, _ = run_ranks(wrote_and_read, wrote, folder, 8, False)[0]
-    results = run_ranks(wrote_and_read, reads, folder, 8, True)
-    for found, here, prints in results:
-        off = float(((found - before).abs().amax(1) / before.abs().amax(1)).max())
-        print(f"{wrote} -> {reads} ranks: residuals and means of moments off by {off:.1e} (limit 1e-6)")
-        assert off <= 1e-6
-        assert here == of_all
-        assert prints == results[0][2]
-
-
 def test_it_goes_on_from_adamw_with_its_moments_on_all_ranks():
     def work(rank: int, transport: Transport) -> str:
         adamw = torch.optim.AdamW(make_parameters(), 1e-2, BETAS)
@@ -352,11 +306,8 @@ def test_a_checkpoint_of_the_other_kind_of_variance_is_refused(owns):
     ("options", "text"),
     [
         ({"numerics": Numerics(precondition=False)}, "precondition must be True or None where workers have variances"),
-        ({"numerics": Numerics(variance_floor=0.1)}, "variance_floor must be 0.0 or None where workers have variances"),
-        (
-            {"numerics": Numerics(variance_floor=False)},
-            "variance_floor must be 0.0 or None where workers have variances",
-        ),
+        ({"numerics": Numerics(variance_floor=0.1)}, "floor must be 0.0 or None where workers have variances"),
+        ({"numerics": Numerics(variance_floor=False)}, "floor must be 0.0 or None where workers have variances"),
         ({"sync_policy": 2}, "sync_policy must have a method steps(done)"),
         ({"sync_policy": Script((0,))}, "sync_policy must answer with an int >= 1, got 0"),
     ],

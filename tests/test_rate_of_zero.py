@@ -99,9 +99,6 @@ def test_so_it_does_with_masters_and_a_rate_that_is_a_tensor(name):
     simulate(stand, 2, name, True, True)
 
 
-# ---------------------------------------------------------------- what it is owed
-
-
 def left(side: Any) -> Tensor:
     """What a worker or a server has not sent yet, formed as the next step does, which nothing anticipates here."""
     c = side.compensated.view(len(side.scale), -1)
@@ -141,9 +138,6 @@ def test_what_was_not_sent_yet_is_kept_while_the_rate_is_0(name, world_size):
     print(f"{name}, W={world_size}: {worst:.1e} of {float(before.abs().max()):.1e} was lost (limit 1e-7)")
     assert float(before.abs().max()) > LR / 100
     assert worst <= 1e-7
-
-
-# ---------------------------------------------------------------- in the middle of a round
 
 
 def pause(rank: int, transport: Transport, name: str, after: int) -> tuple[list[str], list[float]]:

@@ -58,8 +58,6 @@ def gradient_in(name: str, x: Tensor, worker: int, t: int) -> Tensor:
     return g
 
 
-# ---------------------------------------------------------------- the optimizers
-
 LAMB = {"betas": (0.9, 0.9), "beta3": 0.8, "eps": 1e-6, "c_min": 0.5, "c_max": 2.0}
 LAMB |= {"r_min": 0.7, "r_max": 1.4, "r_threshold": 0.1}
 LIVING_LAMB = {"betas": (0.9, 0.99), "beta3": 0.8, "eps": 1e-30, "c_min": 0.5, "c_max": 2.0}
@@ -89,10 +87,7 @@ def look(optimizer: Any) -> dict[str, np.ndarray]:
             "server_error": flat([optimizer.algorithm.exchange.reducer.of_rank.server.numbers]),
         }
     if isinstance(optimizer, MarsitSGD):
-        return {
-            "x": flat(parameters(optimizer)),
-            "c": flat([optimizer.compensation(p) for p in parameters(optimizer)]),
-        }
+        return {"x": flat(parameters(optimizer)), "c": flat([optimizer.compensation(p) for p in parameters(optimizer)])}
     return observe(optimizer)
 
 
@@ -334,12 +329,7 @@ MUTANTS = {
         ("from where all were", "synchronise", "s.left * s.x -", "s.left * s.x_i[0] -"),
         ("sign", "synchronise", "s.x - exchange", "s.x + exchange"),
         ("the next round", "synchronise", "s.x_i, s.left = s.x.repeat(len(s.x_i), 1), 1.0", "s.left = 1.0"),
-        (
-            "its decay",
-            "synchronise",
-            "s.x_i, s.left = s.x.repeat(len(s.x_i), 1), 1.0",
-            "s.x_i = s.x.repeat(len(s.x_i), 1)",
-        ),
+        ("its decay", "synchronise", ", s.left = s.x.repeat(len(s.x_i), 1), 1.0", " = s.x.repeat(len(s.x_i), 1)"),
         ("the level's memory", "follow", "(s.t - s.last)", "1"),
         ("since when", "follow", "b, s.last = beta2 ** (s.t - s.last), s.t", "b = beta2 ** (s.t - s.last)"),
         ("its weights", "follow", "s.level / s.weight", "s.level"),

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from conservation import BETA2, WARMUP, look
-from freeze_runs import gradient, step_once
-from guard_runs import make, train
+from freeze_runs import gradient, make, step_once, train
 from observe import fingerprint, flat, observe, parameters, served, through_a_file, whole_server_error
-from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, PAPER, UNGUARDED, construct
+from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, UNGUARDED, construct
 from ranks import run_ranks
 from torch.nn import Parameter
 
@@ -200,9 +199,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("beta2", [0.999, 0.5])
 @pytest.mark.parametrize("options", [{}, {"precondition": False, "eps": 1e-3}], ids=str)
 def test_a_rewarmup_is_adamw_with_a_variance_of_shorter_memory(options, beta2):
-    runs = SimulatedGroup(2).run(
-        lambda rank, t: recorded(rank, t, options | {"betas": (0.9, beta2), "block_size": 128})
-    )
+    runs = SimulatedGroup(2).run(lambda r, t: recorded(r, t, options | {"betas": (0.9, beta2), "block_size": 128}))
     before, eps, m = runs[0]["start"], options.get("eps", 1e-8), np.zeros(0)
     x, v = before["x"].astype(float), before["v"].astype(float) / (1 - beta2**WARMUP)
     memory = min(beta2, 1 - 1 / STRETCH)
@@ -304,56 +301,7 @@ def test_a_tensor_without_gradients_again_is_left_out_again(name):
     assert optimizer.stats()["dead_tensors"] == ["parameter 1"]
 
 
-# ---------------------------------------------------------------- checkpoints
-
-
 FIRST = WARMUP + EVERY
-CUTS = pytest.mark.parametrize(
-    "cut", [FIRST, FIRST + 1, FIRST + 5, FIRST + STRETCH, FIRST + STRETCH + 2],
-    ids=["before the stretch", "after its first step", "in the stretch", "before the freeze", "after it"],
-)  # fmt: skip
-
-
-def resumed(optimizer: DistributedOptimizer, name: str, transport, **options) -> DistributedOptimizer:
-    params = [Parameter(p.detach().clone()) for p in parameters(optimizer)]
-    saved = through_a_file(optimizer.state_dict())
-    fresh = rewarming(name, transport, params, **options)
-    fresh.load_state_dict(saved)
-    return fresh
-
-
-def resume(rank: int, transport, name: str, cut: int, options: dict) -> list[bool]:
-    """Whether two runs, of which one was saved and loaded, are equal after every step, and in the end all over."""
-    runs, equal = [rewarming(name, transport, make((700,), (9, 13), (1,)), **options)], []
-    for step in range(cut + STRETCH + EVERY + 2):
-        if step == cut:
-            runs.append(resumed(runs[0], name, transport, **options))
-        for optimizer in runs:
-            train(optimizer, rank, step, 1)
-        equal.append(len({(o.phase, fingerprint(parameters(o))) for o in runs}) == 1)
-    states = [observe(optimizer) for optimizer in runs]
-    equal += [np.array_equal(states[0][key], states[1][key]) for key in states[0]]
-    told = [[o.stats()[k] for k in ("step", "rewarms", "freeze_step", "dead_coordinates")] for o in runs]
-    return [*equal, told[0] == told[1]]
-
-
-@pytest.mark.long(but=1, full=True)
-@CUTS
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("onebit-adam", {"variance_floor": 0.5}),
-        ("onebit-adam", {"freeze_step": "auto", "betas": (0.5, 0.5), "precondition": False}),
-        ("onebit-lamb", {"ternary": True}),
-        ("onebit-lamb", PAPER),
-        ("onebit-lamb-frozen", {"precondition": False}),
-    ],
-    ids=str,
-)
-def test_resuming_around_a_stretch_continues_bit_for_bit(name, options, cut):
-    cut += 20 * (options.get("freeze_step") == "auto")  # may be anywhere then
-    for equal in SimulatedGroup(2).run(lambda rank, t: resume(rank, t, name, cut, options)):
-        assert all(equal)
 
 
 def into_another_world_size(rank: int, transport, name: str, saved: dict, values: list) -> list[tuple]:

@@ -50,19 +50,12 @@ def mean_square(shape: tuple[int, ...]) -> float:
 
 def drawn(shapes: list[tuple[int, ...]], other_signs: bool = False) -> list[np.ndarray]:
     """Of each shape all draws of the square of the mean projection."""
-    return [
-        np.array(
-            [
-                float(
-                    sum(projected(w, shape, draw, other_signs).double() / WORKERS for w in range(WORKERS))
-                    .square()
-                    .sum()
-                )
-                for draw in range(DRAWS)
-            ]
-        )
-        for shape in shapes
-    ]
+
+    def square(shape: tuple[int, ...], draw: int) -> float:
+        mean = sum(projected(w, shape, draw, other_signs).double() / WORKERS for w in range(WORKERS))
+        return float(mean.square().sum())
+
+    return [np.array([square(shape, draw) for draw in range(DRAWS)]) for shape in shapes]
 
 
 def worst_deviation(draws: list[np.ndarray]) -> float:

@@ -1,4 +1,4 @@
-"""bfloat16 parameters with stochastic rounding: unbiased, equal on all ranks, alike in every backend."""
+"""bfloat16 parameters: rounded stochastically without bias; and what they lack of masters, parted and joined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from checkpoint_runs import resume
+from hypothesis import given
+from hypothesis import strategies as st
 from observe import fingerprint
 from op_arguments import Problem
 from optimizers import EACH, UNGUARDED, construct, objects
@@ -20,21 +21,15 @@ from torch.nn import Parameter
 from fusedonebit import DisagreementError, Lamb, Numerics, OneBitAdam, triton_kernels
 from fusedonebit.comm import Transport
 from fusedonebit.triton_kernels import Coef, bit_rules, block_io, using
-from fusedonebit.triton_kernels.eager import Tile, random_bits, stochastic
+from fusedonebit.triton_kernels.eager import Tile, join, part, random_bits, stochastic
 
 OPS = ("adam_update", "apply_momentum", "lamb_move")
 EACH_OP = pytest.mark.parametrize("op", OPS)
 SEVERAL = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)
 BFLOAT16 = (torch.bfloat16,)
-MASKED = {"masks": {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}, "excluded": [2]}
 
 
-def arguments(
-    op: str,
-    step: int | None,
-    sizes: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...] = BFLOAT16,
-) -> Any:
+def arguments(op: str, step: int | None, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = BFLOAT16) -> Any:
     """An op's arguments after ``step`` updates, or None to round to nearest; dtypes take turns."""
     p = Problem(sizes, 2)
     # What bfloat16 can represent, also where a test keeps it in float32 to see what would be rounded.
@@ -210,9 +205,7 @@ def make(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[Par
     return [Parameter((torch.rand(shape, generator=generator) + 1).bfloat16().to(dtype)) for shape in shapes]
 
 
-def train(
-    name: str, params: list[Parameter], steps: int, rank: int = 0, lr: float = 1e-3, **options: object
-) -> list[str]:
+def train(name: str, params: list[Parameter], steps: int, rank: int = 0, lr: float = 1e-3, **options: Any) -> list[str]:
     """Minimises |x - 1.5|^2 with noisy gradients; returns the parameters' fingerprints after each step."""
     optimizer = construct(name, params, lr=lr, weight_decay=0.0, freeze_step=10, **UNGUARDED, **options)
     generator, prints = torch.Generator().manual_seed(rank), []
@@ -245,48 +238,6 @@ def test_steps_below_half_a_unit_train_as_in_float32(name):
     assert abs(off(rounded) - off(full)) < 0.05 * off(start)
 
 
-def on_a_rank(rank: int, transport: Transport, name: str) -> tuple[list[str], list[str]]:
-    shapes = [*SHAPES, (0,), ()]
-    options = {"process_group": transport}
-    return tuple(
-        train(name, make(torch.bfloat16, shapes), 20, rank, stochastic_rounding=rounding, **options)
-        for rounding in (True, False)
-    )
-
-
-@pytest.mark.long(but=1)
-@EACH
-def test_ranks_stay_bit_identical_across_the_freeze(name):
-    (first, nearest), (second, _) = simulate(on_a_rank, 2, name)
-    assert first == second
-    assert not set(first) & set(nearest)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["onebit-adam", *(pytest.param(n, marks=pytest.mark.full) for n in ("onebit-lamb", "lamb"))]
-)
-def test_a_run_through_the_kernels_gives_identical_parameters(name):
-    runs = []
-    for backend in ("plain", "triton"):
-        params = [*make(torch.bfloat16, [(7,), (10, 20), (1,)]), *make(torch.float32, [(33,)])]
-        with using(backend):
-            runs.append(train(name, params, 14, stochastic_rounding=True))
-    assert runs[0] == runs[1]
-    assert len(set(runs[0])) == 14
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("cut", [4, 13])
-@EACH
-def test_resuming_continues_bit_for_bit(name, cut, world_size):
-    options = {"freeze_step": 6, "stochastic_rounding": True}
-    for same_parameters, same_state, _ in simulate(resume, world_size, name, cut, torch.bfloat16, options):
-        assert same_parameters
-        assert same_state
-
-
 def test_a_skipped_step_draws_nothing():
     """The bits go with the updates done: a run with a skipped step continues as one without."""
     prints = []
@@ -310,11 +261,7 @@ def test_a_skipped_step_draws_nothing():
     ("dtypes", "value", "message"),
     [
         ((torch.float16,), True, "stochastic_rounding must be False .* got True and parameter 0 of float16; use bfl"),
-        (
-            (torch.bfloat16, torch.float16),
-            True,
-            r"got True and parameter 1 of float16; .* or Numerics\(master_weights=True\)",
-        ),
+        ((torch.bfloat16, torch.float16), True, r"got True and parameter 1 of float16; .* or Numerics\(master"),
         ((torch.float32,), True, "stochastic_rounding must be False without bfloat16 parameters, got True and"),
         ((torch.bfloat16,), 1, "stochastic_rounding must be True or False, got 1"),
     ],
@@ -340,3 +287,118 @@ def disagree(rank: int, transport: Transport) -> None:
 def test_ranks_that_disagree_are_refused():
     with pytest.raises(DisagreementError, match="stochastic_rounding"):
         simulate(disagree, 2)
+
+
+INT16, INT8 = torch.int16, torch.int8
+EACH_DTYPE = pytest.mark.parametrize("kept", [INT16, INT8], ids=["16bit", "8bit"])
+EACH_MOVE = pytest.mark.parametrize("op", OPS[:2])
+LENGTHS = (300, 0, 5, 1100, 129)
+MASKED = {"masks": {0: torch.arange(300) % 3 > 0, 4: torch.arange(129) < 128}, "excluded": [2]}
+SIXTEEN = st.integers(0, 0xFFFF)
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def number(word: int) -> Tensor:
+    return torch.tensor([word - 2**32 if word >= 2**31 else word], dtype=torch.int32).view(torch.float32)
+
+
+# ---------------------------------------------------------------- a number and its two parts
+
+
+@given(FINITE)
+def test_16_bits_are_all_that_the_nearest_bfloat16_lacks(value):
+    x = torch.tensor([value], dtype=torch.float32)
+    upper, low = part(x, INT16, None)
+    assert torch.equal(upper, upper.bfloat16().float())
+    assert torch.equal(bits(join(upper, low)), bits(x))
+    # No bfloat16 is nearer: where two are as near it may be either.
+    off, least = (abs(bits(each.float()) - bits(x)).item() for each in (upper, x.bfloat16()))
+    assert off == least
+
+
+@pytest.mark.parametrize("kept", [INT16, INT8])
+def test_carries_infinity_and_nan(kept):
+    exact = [0, 0x80000000, 0x7F800000, 0xFF800000, 0x00008000, 0x3F808000, 0x3F818000, 0xBF808000, 0x3FFFFF00]
+    exact += [0x7F7F7F00, 0x7F7F8000, 0x7F7FFF00, 0x00000100, 0x80000100]
+    for word in exact:
+        upper, low = part(number(word), kept, torch.tensor([0xFFFF], dtype=torch.int32))
+        assert bits(join(upper, low)).item() == bits(number(word)).item(), hex(word)
+    for word in (0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0x7FC00000):
+        upper, low = part(number(word), kept, torch.tensor([0xFFFF], dtype=torch.int32))
+        assert upper.isnan().all()
+        assert upper.bfloat16().isnan().all()
+        assert int(low) == 0
+
+
+@given(FINITE, SIXTEEN)
+def test_8_bits_keep_one_of_the_two_nearest_24_bit_numbers(value, random):
+    x = torch.tensor([value], dtype=torch.float32)
+    upper, low = part(x, INT8, torch.tensor([random], dtype=torch.int32))
+    assert torch.equal(upper, upper.bfloat16().float())
+    found, below = bits(join(upper, low)).item(), bits(x).item() & ~0xFF
+    assert found == (below if (bits(x).item() & 0xFF) + (random >> 8) < 256 else below + 256)
+    again = part(join(upper, low), INT8, torch.tensor([random ^ 0xFFFF], dtype=torch.int32))
+    assert torch.equal(bits(again[0]), bits(upper))
+    assert torch.equal(again[1], low)
+
+
+def test_over_all_random_bits_8_bits_keep_the_mean():
+    for word in (0x3F800001, 0x3F8080C3, 0xBF7FFFFF, 0x3F807FFF, 0x00000011):
+        x = number(word)
+        upper, low = part(x.repeat(1 << 16), INT8, torch.arange(1 << 16, dtype=torch.int32))
+        assert bits(join(upper, low)).double().mean().item() == bits(x).item()
+
+
+@given(FINITE, st.integers(-(2**15), 2**15 - 1))
+def test_overwritten_parameters_are_off_by_half_a_unit_at_most(value, stale):
+    written = torch.tensor([value], dtype=torch.float32).bfloat16().float()
+    found = join(written, torch.tensor([stale], dtype=INT16))
+    if written.isfinite():
+        assert found.isfinite().all()
+        assert abs(bits(found) - bits(written)).item() <= 0x8000
+
+
+# ---------------------------------------------------------------- ops
+
+
+def corrected(op: str, kept: torch.dtype) -> Any:
+    """An op's arguments, with corrections of any size of all parameters, also of masked ones."""
+    p = Problem(LENGTHS, 2, dtype=torch.bfloat16, **MASKED)
+    how = {"exp_avg_sq": ...} if op == "apply_momentum" else {"found": ..., "found_before": ...}
+    return p.arguments(op, correction=kept, **how)
+
+
+@EACH_DTYPE
+@EACH_MOVE
+def test_masters_are_moved_by_the_rule_for_float32_parameters(op, kept):
+    given = corrected(op, kept)
+    layout = Problem(LENGTHS, 2, 128).layout
+    parts = [given.correction[layout.offset(i) : layout.offset(i) + n] for i, n in enumerate(LENGTHS)]
+    masters = [join(p.float(), low) for p, low in zip(given.params, parts, strict=True)]
+    before = [m.clone() for m in masters]
+    plain = corrected(op, kept)
+    with using("plain"):
+        getattr(triton_kernels, op)(*plain._replace(params=masters, correction=None))
+        getattr(triton_kernels, op)(*given)
+    moved = False
+    for i, (p, low) in enumerate(zip(given.params, parts, strict=True)):
+        off = bits(join(p.float(), low)) - bits(masters[i])
+        assert (off.abs() < 256).all()
+        assert kept is INT8 or not off.any()
+        moved |= not torch.equal(before[i], masters[i])
+    assert moved
+
+
+@pytest.mark.parametrize("backend", ["plain", pytest.param("native", marks=pytest.mark.needs_compiler)])
+@EACH_MOVE
+def test_elements_that_no_mask_lets_move_keep_their_corrections(op, backend):
+    given, before = (corrected(op, INT8) for _ in range(2))
+    with using(backend):
+        getattr(triton_kernels, op)(*given)
+    live = Problem(LENGTHS, 2, 128, **MASKED).live_mask
+    assert torch.equal(given.correction[~live], before.correction[~live])
+    assert not torch.equal(given.correction[live], before.correction[live])

@@ -16,16 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch_infos import CONTROLS, info
-from torch_problems import EACH, EACH_DTYPE, Problem, equal, held_and_refused, ways
+from torch_problems import CONTROLS, EACH, EACH_DTYPE, Problem, equal, info, ways
 
 pytestmark = pytest.mark.filterwarnings("ignore:after so few updates", "ignore:an average coefficient")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _count() -> Iterator[None]:
-    yield
-    print(held_and_refused())
 
 
 @pytest.fixture

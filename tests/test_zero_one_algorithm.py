@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from observe import parameters
+from rounds import RENEW, Script, make, set_gradients
 from torch import Tensor
 from torch.nn import Parameter
 from zero_one_in_float64 import BETAS, DECAY, EPS, Reference
-from zero_one_rounds import RENEW, Script, make, set_gradients
 
 from fusedonebit import ZeroOneAdam
 from fusedonebit.comm import SimulatedGroup, Transport
@@ -33,17 +33,7 @@ def start() -> list[Parameter]:
     return [Parameter(torch.randn(shape)) for shape in SHAPES]
 
 
-# ---------------------------------------------------------------- the reference
-
-
 # ---------------------------------------------------------------- side by side
-
-
-class Seen:
-    """What the ranks were after each step, over the flat index space, float64 [steps, ...]."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, np.ndarray]] = []
 
 
 def line(optimizer: ZeroOneAdam, tensors: list[Tensor]) -> np.ndarray:

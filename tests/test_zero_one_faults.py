@@ -10,9 +10,9 @@ import pytest
 import torch
 from observe import caught, fingerprint, parameters
 from ranks import run_ranks
+from rounds import make, make_parameters, momenta, residuals, set_gradients, train, variances, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zero_one_rounds import make, make_parameters, momenta, residuals, set_gradients, train, variances, whole
 
 from fusedonebit import (
     AbortedStepError,
@@ -251,37 +251,27 @@ def spoil(rank: int, world_size: int, place: str, case: str) -> dict[str, Any]:
     return {"outcomes": outcomes, "still": still, "later": fingerprint(parameters(optimizer))}
 
 
+ABORTED = (AbortedStepError, "another rank could not take the step")
+DIFFER = (OutOfStepError, "hyper-parameters (learning rate and the like)")
+SPOILT: dict[str, list[tuple[type, str]]] = {
+    "layout": [ABORTED, (TypeError, "the gradient of")],
+    "lr": [ABORTED, (ValueError, "lr must be a finite number >= 0, got -1.0 in group 0")],
+    "weight_decay": [DIFFER, DIFFER],
+    "betas": [DIFFER, DIFFER],
+}
+"""What the other rank and this one hear of it."""
+
+
 @pytest.mark.long(but=1)
 @EACH_PLACE
 def test_one_ranks_bad_gradient_or_setting_raises_on_all(place):
-    for case, own, text in (
-        ("layout", TypeError, "the gradient of"),
-        ("lr", ValueError, "lr must be a finite number >= 0, got -1.0 in group 0"),
-    ):
+    for case, heard in SPOILT.items():
         results = run_ranks(spoil, 2, place, case, group_timeout=10)
-        for seen in results:
-            assert [kind for kind, _ in seen["outcomes"][:-1]] == [None] * (LENGTH[place] - 1)
+        for seen, (error, text) in zip(results, heard, strict=True):
+            assert [kind for kind, _ in seen["outcomes"]] == [None] * (LENGTH[place] - 1) + [error]
+            assert text in seen["outcomes"][-1][1]
             assert seen["still"]
             assert seen["later"] == results[0]["later"]
-        (other, other_text), (kind, said) = (seen["outcomes"][-1] for seen in results)
-        assert (other, kind) == (AbortedStepError, own)
-        assert "another rank could not take the step" in other_text
-        assert text in said
-
-
-@pytest.mark.long(but=1)
-@EACH_PLACE
-def test_hyper_parameters_that_differ_once_raise_at_the_round(place):
-    for case in ("weight_decay", "betas"):
-        results = run_ranks(spoil, 2, place, case, group_timeout=10)
-        for seen in results:
-            assert [kind for kind, _ in seen["outcomes"]] == [None] * (LENGTH[place] - 1) + [OutOfStepError]
-            assert "hyper-parameters (learning rate and the like)" in seen["outcomes"][-1][1]
-            assert seen["still"]
-            assert seen["later"] == results[0]["later"]
-
-
-# ---------------------------------------------------------------- clipping
 
 
 def clipped(rank: int, transport: Transport, by_hand: bool) -> tuple[list[float], list[np.ndarray]]:

@@ -1,29 +1,21 @@
-"""0/1 Adam as users meet it: gradients that are missing or zero, further groups, a falling rate; and over MPI."""
+"""0/1 Adam as users meet it: odd gradients, further groups, a falling rate; what it tells, sends and refuses."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
-import mpi_ranks
 import pytest
 import torch
-from observe import fingerprint, parameters
+from observe import caught, fingerprint
 from ranks import run_ranks
+from rounds import EveryRound, Script, everything, make, make_parameters, set_gradients, train
 from torch import Tensor
 from torch.nn import Parameter
-from zero_one_rounds import (
-    Script,
-    caught,
-    everything,
-    make,
-    make_parameters,
-    residuals,
-    set_gradients,
-    train,
-)
 
-from fusedonebit import DisagreementError
+from fusedonebit import DisagreementError, Faults, OneBitAdam, Wire, ZeroOneAdam, policies
 from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.optim.zero_one_options import ZeroOneOptions
 
 ROUNDS = (0, 0, 1, 3, 1, 0, 2, 2)
 SCOPES = pytest.mark.parametrize("options", [{}, {"scale_scope": "global", "precondition": False}], ids=str)
@@ -75,9 +67,7 @@ def test_unseen_rows_take_no_giant_steps_at_a_renewal(precondition, variance_flo
     if not precondition and variance_floor == 0:
         pytest.skip("the paper's own: also its rounds of bits divide by eps there; a floor or a mask is the way out")
     for seen, unseen in SimulatedGroup(2).run(run):
-        print(
-            f"precondition {precondition}, floor {variance_floor}: rows move {seen:.2f}, rows never seen {unseen:.2f}"
-        )
+        print(f"precondition {precondition}, floor {variance_floor}: rows move {seen:.2f}, unseen ones {unseen:.2f}")
         assert unseen < 0.5
 
 
@@ -114,48 +104,128 @@ def test_groups_can_be_added_before_the_first_round_of_bits():
         assert prints == results[0][4]
 
 
-# ---------------------------------------------------------------- learning rates
+# ---------------------------------------------------------------- what is told
 
 
-def test_a_fall_of_the_rate_takes_no_leap():
-    def run(rank: int, transport: Transport) -> list[float]:
-        optimizer = make(make_parameters(), (0, 0, 0, *(2, 1) * 8), weight_decay=0.0, process_group=transport)
-
-        def moved(steps: int) -> float:
-            before = [p.detach().clone() for p in parameters(optimizer)]
-            train(optimizer, rank, steps, optimizer.stats()["step"])
-            return max(float((p.detach() - b).abs().max()) for p, b in zip(parameters(optimizer), before, strict=True))
-
-        train(optimizer, rank, 9)
-        found = [moved(3)]
-        optimizer.param_groups[0]["lr"] = 1e-5
-        found.append(moved(3))
-        found.append(float(torch.stack([e.abs().max() for e in residuals(optimizer)]).max()))
-        return found
-
-    for before, after, residual in SimulatedGroup(2).run(run):
-        print(f"three steps move {before:.1e}, at a rate 1000 times smaller {after:.1e}")
-        assert after < 2e-3 * before
-        assert residual > 0.1
-
-
-# ---------------------------------------------------------------- MPI
-
-
-def over_mpi(rank: int, transport: Transport | None) -> list[str]:
-    optimizer = make(make_parameters(), ROUNDS, process_group=transport)
-    prints = []
+def tell(rank: int, world_size: int) -> tuple[list[dict], str]:
+    optimizer, seen = make(make_parameters(), ROUNDS), []
     for step in range(16):
         train(optimizer, rank, 1, step)
-        prints.append(fingerprint(everything(optimizer)))
-    return prints
+        seen.append(optimizer.stats())
+    return seen, repr(optimizer)
 
 
-def over_gloo(rank: int, world_size: int) -> list[str]:
-    return over_mpi(rank, None)
+LAST = ("worker_error_norm", "compensated_norm", "residual_over_momentum")
+"""What is told of the last synchronisation in bits."""
 
 
-@pytest.mark.full  # starting MPI takes most of it
-@pytest.mark.needs_mpi
-def test_over_mpi_the_bits_are_those_over_gloo():
-    assert mpi_ranks.run_mpi(over_mpi, 2) == run_ranks(over_gloo, 2)
+def test_stats_and_repr_tell_where_training_stands():
+    for seen, text in run_ranks(tell, 2):
+        phases = Script(ROUNDS).places(16)
+        assert [s["phase"] for s in seen] == phases
+        assert [s["step"] for s in seen] == list(range(1, 17))
+        assert [s["rounds"] for s in seen[:10]] == [1, 2, 3, 3, 3, 4, 5, 6, 6, 7]
+        assert [s["renewals"] for s in seen[:10]] == [1, 2, 2, 2, 2, 2, 2, 3, 3, 3]
+        assert [s["local_steps"] for s in seen[:10]] == [0, 0, 0, 1, 2, 0, 0, 0, 1, 0]
+        assert [s["round_steps"] for s in seen[:10]] == [1, 1, 1, 3, 3, 3, 1, 1, 2, 2]
+        assert [s["bytes_step"] == 0 for s in seen] == [phase == "local" for phase in phases]
+        calls = {"uncompressed": 1, "one-bit": 2, "local": 0}
+        assert [s["collectives_step"] for s in seen[1:]] == [calls[phase] for phase in phases[1:]]
+        assert [s["collectives_step"] for s in seen[:1]] == [2]  # and ranks agree on the rounds to come
+        for before, here in pairwise(seen[2:]):
+            if here["phase"] != "one-bit":
+                assert [here[key] for key in LAST] == [before[key] for key in LAST]
+            assert 0 < here["worker_error_norm"] < here["compensated_norm"]
+            assert here["residual_over_momentum"] > 0
+        held = seen[-1]["state_bytes"] / (seen[-1]["parameters"] + seen[-1]["padding"])
+        print(f"state: {held:.1f} bytes per element")
+        assert 16 < held < 22  # m, v, residual, anchor, half a server's residual, bits
+        for line in ("ZeroOneAdam", "phase: local, 16 updates", "variance: Script(rounds=(0, 0, 1,", "rounds: Script("):
+            assert line in text
+        assert "scale: contractive, block, preconditioned\n" in text
+
+
+def count(rank: int, world_size: int, name: str) -> int:
+    params = [Parameter(torch.zeros(64, 1000)), Parameter(torch.zeros(1000))]
+    variance, rounds = policies.DoublingVariance(scaler=4), policies.DoublingRounds(after=20, scaler=10, most=16)
+    if name == "zero-one":
+        optimizer: Any = ZeroOneAdam(params, variance_policy=variance, sync_policy=rounds)
+    elif name == "fp32":
+        optimizer = ZeroOneAdam(params, variance_policy=EveryRound(), sync_policy=rounds)
+    else:
+        optimizer = OneBitAdam(params, freeze_step=20, faults=Faults(guard="off"))
+    start = optimizer.stats()["bytes_total"]
+    train(optimizer, rank, 200)
+    return optimizer.stats()["bytes_total"] - start
+
+
+@pytest.mark.long
+def test_bytes_against_fp32_and_onebit_adam():
+    sent = {name: run_ranks(count, 2, name)[0] for name in ("fp32", "onebit", "zero-one")}
+    for name, total in sent.items():
+        print(f"200 steps of 65,000 parameters, {name}: {total / 1e6:.3f} MB, 1/{sent['fp32'] / total:.1f}")
+    assert sent["fp32"] == pytest.approx(200 * 4 * 65_000, rel=0.02)
+    assert sent["zero-one"] < sent["onebit"] < sent["fp32"] / 5
+
+
+# ---------------------------------------------------------------- what it is not made for
+
+
+def build_differently(rank: int, world_size: int, case: str, values: tuple) -> tuple[type | None, str]:
+    return caught(lambda: make(make_parameters(), **{case: values[rank]}))
+
+
+@pytest.mark.parametrize(
+    ("case", "values", "text"),
+    [
+        ("precondition", (True, False), "precondition is True on rank 0 but False on rank 1"),
+        ("variance_floor", (0.0, 0.01), "variance_floor is 0.0 on rank 0 but 0.01 on rank 1"),
+        ("lr", (0.1, 0.2), "lr of group 0 is 0.1 on rank 0 but 0.2 on rank 1"),
+    ],
+)
+def test_different_construction_is_found_on_every_rank(case, values, text):
+    for kind, said in run_ranks(build_differently, 2, case, values, group_timeout=10):
+        assert kind is DisagreementError
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"scale_norm": "max"}, ValueError, "must be one of 'contractive', 'relaxed', 'l1', 'l2', got 'max'"),
+        ({"scale_scope": "bucket"}, ValueError, "scale_scope must be one of 'global', 'layer', 'block', got 'bucket'"),
+        ({"variance_floor": 1.0}, ValueError, "variance_floor must be a number in [0, 1), or None, got 1.0"),
+        ({"precondition": 1}, ValueError, "precondition must be True or False, got 1"),
+        ({"capturable": True}, ValueError, "capturable must be False, got True: what a step does depends on"),
+        ({"hierarchy": 2}, ValueError, "hierarchy must be None: between two synchronisations ranks of a node would"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options, kind, text):
+    found, said = caught(lambda: make(make_parameters(), **options))
+    assert found is kind
+    assert text in said
+
+
+def test_a_step_can_not_be_captured():
+    script = Script((0,))
+    arguments = {"variance_policy": script, "sync_policy": script, "wire": Wire(capturable=True)}
+    with pytest.raises(ValueError, match="capturable must be False, got True: what a step does depends on its place"):
+        ZeroOneOptions.of("ZeroOneAdam", arguments).check()
+
+
+def shards(rank: int, world_size: int) -> tuple[tuple, tuple]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    p = Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    optimizer = caught(lambda: make([p]))
+    return optimizer, caught(lambda: make(make_parameters(), process_group=mesh))
+
+
+def test_shards_are_refused_and_a_mesh_is_a_group():
+    for (kind, text), whole in run_ranks(shards, 2, group_timeout=10):
+        assert kind is ValueError
+        assert "parameters of ZeroOneAdam must be whole, but" in text
+        assert whole == (None, "")

@@ -1,7 +1,8 @@
-"""0/1 Adam's rounds: what policies answer, what ranks have in common after them, and what momentum is made of."""
+"""0/1 Adam's rounds: what policies answer, also users' own, what ranks have in common then, and what momentum is."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -9,22 +10,14 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from observe import fingerprint, parameters
+from observe import caught, fingerprint, parameters
 from optimizers import objects
 from ranks import WORLD_SIZES, run_ranks, simulate
+from rounds import EveryRound, Script, make, make_parameters, momenta, set_gradients, train
 from torch.nn import Parameter
-from zero_one_rounds import (
-    EveryRound,
-    Script,
-    make,
-    make_parameters,
-    momenta,
-    set_gradients,
-    train,
-)
 
-from fusedonebit import FusedOneBitWarning, ZeroOneAdam, policies
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit import DisagreementError, FusedOneBitWarning, ZeroOneAdam, policies
+from fusedonebit.comm import Transport
 from fusedonebit.deepspeed import DeepSpeedRounds, DeepSpeedVariance
 from fusedonebit.optim.policies import Progress
 
@@ -57,40 +50,13 @@ def test_ranks_are_equal_after_each_round_and_differ_within(world_size, options)
             assert len(of_momenta) == 1
 
 
-def test_one_rank_learns_alone():
-    torch.manual_seed(0)
-    x = torch.randn(256, 20)
-    y = x @ torch.randn(20, 1)
-    weight = Parameter(torch.zeros(20, 1))
-    optimizer = ZeroOneAdam([weight], 3e-2, sync_policy=policies.DoublingRounds(after=32, scaler=16, most=8))
-    losses = []
-    for step in range(400):
-        batch = torch.arange(32) + 32 * (step % 8)
-        loss = (x[batch] @ weight - y[batch]).square().mean()
-        losses.append(float(loss.detach()))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    stats = optimizer.stats()
-    print(f"one rank: loss {losses[0]:.3f} -> {losses[-1]:.5f}, {stats['rounds']} rounds, {stats['renewals']} renewals")
-    assert losses[-1] < 0.01 * losses[0]
-    assert stats["rounds"] < 250
-    assert stats["bytes_total"] == 0
-
-
 def adamw(rank: int, world_size: int) -> list[float]:
     """Renews the variance in every step; torch's AdamW takes averages."""
     torch.manual_seed(0)
     ours, theirs = make_parameters(), make_parameters()
     kwargs: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05}
-    optimizer = ZeroOneAdam(
-        ours,
-        1e-2,
-        variance_policy=EveryRound(),
-        sync_policy=policies.EveryStep(),
-        max_grad_norm=20.0,
-        **objects(**kwargs),
-    )
+    rounds: dict[str, Any] = {"variance_policy": EveryRound(), "sync_policy": policies.EveryStep()}
+    optimizer = ZeroOneAdam(ours, 1e-2, max_grad_norm=20.0, **rounds, **objects(**kwargs))
     reference = torch.optim.AdamW(theirs, 1e-2, **kwargs)
     off = []
     for step in range(40):
@@ -115,53 +81,6 @@ def test_where_every_round_renews_the_variance_it_is_adamw():
     for off in run_ranks(adamw, 2):
         print(f"from torch.optim.AdamW over {len(off)} steps: {max(off):.1e} (limit 2e-6)")
         assert max(off) <= 2e-6
-
-
-# ---------------------------------------------------------------- weight decay
-
-
-def decays(rank: int, transport: Transport, deepspeed: bool) -> tuple[list[float], list[float]]:
-    """All gradients are 0 behind the renewals: momentum fades, then only decay is left."""
-    torch.manual_seed(0)
-    p = Parameter(torch.randn(200))
-    if deepspeed:
-        config = {
-            "lr": 1e-2,
-            "weight_decay": 0.1,
-            "var_freeze_step": 2,
-            "local_step_scaler": 3,
-            "local_step_clipper": 4,
-        }
-        optimizer = ZeroOneAdam.from_deepspeed([p], config, transport)
-    else:
-        optimizer = make([p], (0, 0, *(1, 3, 2, 4) * 5), weight_decay=0.1, process_group=transport)
-    start = p.detach().double()
-    ratios, momentum = [], []
-    for step in range(22):
-        # A variance there must be, but no momentum: two opposite gradients.
-        p.grad = (1.0 if step == 0 else -0.8) * torch.ones_like(p) if step < 2 else torch.zeros_like(p)
-        before = p.detach().double()
-        optimizer.step()
-        if step < 2:
-            with torch.no_grad():
-                p.copy_(start)
-            optimizer.algorithm.moments.exp_avg.zero_()
-            continue
-        ratios.append(float((p.detach().double() / before).mean()))
-        momentum.append(float(optimizer.momentum(p).abs().max()))
-    off = (p.detach().double() - start * (1 - 1e-2 * 0.1) ** 20).abs().max()
-    return [float(off), *ratios], momentum
-
-
-def test_weight_decay_is_none_of_the_momentum_and_deepspeeds_is():
-    for (off, *ratios), momentum in SimulatedGroup(2).run(lambda r, t: decays(r, t, False)):
-        print(f"decay by the exact product, off by {off:.1e} (limit 2e-6); momentum at most {max(momentum)}")
-        assert off <= 2e-6
-        assert max(momentum) == 0.0
-        assert all(abs(ratio - (1 - 1e-3)) < 1e-6 for ratio in ratios)
-    for _, momentum in SimulatedGroup(2).run(lambda r, t: decays(r, t, True)):
-        print(f"DeepSpeed's: decay makes a momentum of {max(momentum):.1e}")
-        assert max(momentum) > 1e-4
 
 
 # ---------------------------------------------------------------- intervals
@@ -233,9 +152,6 @@ def test_rounds_grow_up_to_the_longest():
     assert policies.DoublingRounds(after=0, scaler=1, most=16).steps(Progress(0, 10**6, 1, 0)) == 16
 
 
-# ---------------------------------------------------------------- DeepSpeed's counters
-
-
 def counters(
     steps: int, var_freeze_step: int, var_update_scaler: int, local_step_scaler: int, local_step_clipper: int
 ) -> list[str]:
@@ -291,3 +207,153 @@ def test_deepspeeds_policies_are_its_counters(
         kinds[step] = "one-bit"
     expected = counters(150, var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)[1:]
     assert kinds[:149] == expected
+
+
+# ---------------------------------------------------------------- policies of one's own
+
+
+class Mine:
+    """Has no ``__repr__`` of its own, and differs by rank where it is told to."""
+
+    def __init__(self, renewals: Any = lambda done: done.rounds < 2, lengths: Any = lambda done: 2) -> None:
+        self.renewals, self.lengths = renewals, lengths
+
+    def renews(self, done: Progress) -> Any:
+        return self.renewals(done)
+
+    def steps(self, done: Progress) -> Any:
+        return self.lengths(done)
+
+
+def with_mine(rank: int, world_size: int) -> tuple[list[str], str]:
+    mine = Mine()
+    optimizer = make(make_parameters(), variance_policy=mine, sync_policy=mine)
+    phases = []
+    for step in range(8):
+        train(optimizer, rank, 1, step)
+        phases.append(optimizer.phase)
+    return phases, repr(optimizer)
+
+
+def test_any_object_with_the_method_is_a_policy():
+    for phases, text in run_ranks(with_mine, 2):
+        assert phases == ["uncompressed"] * 2 + ["local", "one-bit"] * 3
+        assert "variance: test_zero_one_policies.Mine\nrounds: test_zero_one_policies.Mine\n" in text
+
+
+def disagree(rank: int, world_size: int, case: str) -> tuple[int, type | None, str, bool, float]:
+    odd = rank == world_size - 1
+    answers: dict[str, tuple[Any, Any]] = {
+        "renews at first": (lambda done: done.rounds < 1 or (odd and done.rounds == 1), lambda done: 1),
+        "renews later": (lambda done: done.rounds < 2 or (odd and done.rounds == 5), lambda done: 2),
+        "renews much later": (lambda done: done.rounds < 2 or (odd and done.rounds == 70), lambda done: 1),
+        "length": (lambda done: done.rounds < 2, lambda done: 3 if odd and done.rounds > 3 else 2),
+        "raises": (lambda done: done.rounds < 2, lambda done: 1 // (0 if odd and done.rounds == 4 else 1)),
+        "zero": (lambda done: done.rounds < 2, lambda done: 0 if odd and done.rounds == 4 else 1),
+    }
+    mine = Mine(*answers[case])
+    optimizer = make([Parameter(torch.ones(300))], variance_policy=mine, sync_policy=mine)
+    begin, outcome, step = time.monotonic(), (None, ""), 0
+    while outcome[0] is None and step < 100:
+        set_gradients(optimizer, rank, step)
+        outcome = caught(optimizer.step)
+        step += 1
+    equal = fingerprint(parameters(optimizer))
+    again = caught(optimizer.step)  # and it stays so
+    return step, *outcome, again[0] is outcome[0], time.monotonic() - begin, equal
+
+
+@pytest.mark.long(but=3)
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("renews at first", "round 1 is a synchronisation after 1 steps on rank 0 but a renewal on rank 1"),
+        ("renews later", "ranks differ: round 5 is a synchronisation after 2 steps on rank 0 but a renewal on rank 1"),
+        ("renews much later", "round 70 is a synchronisation after 1 steps on rank 0 but a renewal on rank 1"),
+        ("length", "is a synchronisation after 2 steps on rank 0 but a synchronisation after 3 steps on rank 1"),
+        ("raises", "round 4 is a synchronisation after 1 steps on rank 0 but nothing more on rank 1"),
+        ("zero", "round 4 is a synchronisation after 1 steps on rank 0 but nothing more on rank 1"),
+    ],
+)
+def test_policies_that_answer_differently_raise_alike_on_all(case, text):
+    results = run_ranks(disagree, 2, case, group_timeout=10)
+    for step, kind, message, again, seconds, equal in results:
+        assert kind is DisagreementError
+        assert text in message
+        assert "policies must answer alike on all ranks" in message
+        assert again
+        assert seconds < 8
+        assert (step, equal) == (results[0][0], results[0][5])
+
+
+BAD: list[tuple[str, Any, type, str]] = [
+    ("sync_policy", 0, ValueError, "sync_policy must answer with an int >= 1, got 0 for Progress(steps=2, rounds=2,"),
+    ("sync_policy", None, ValueError, "sync_policy must answer with an int >= 1, got None for Progress("),
+    ("sync_policy", True, ValueError, "sync_policy must answer with an int >= 1, got True for Progress("),
+    ("variance_policy", None, ValueError, "variance_policy must answer with True or False, got None for Progress("),
+    ("variance_policy", 1, ValueError, "variance_policy must answer with True or False, got 1 for Progress("),
+]
+
+
+@pytest.mark.parametrize(("which", "answer", "kind", "text"), BAD, ids=str)
+def test_an_answer_that_is_none_is_named_and_nothing_moves(which, answer, kind, text):
+    def bad(done: Progress) -> Any:
+        return answer if done.rounds == 2 else which == "variance_policy" and done.rounds < 2
+
+    mine = Mine(bad, lambda done: 1) if which == "variance_policy" else Mine(lengths=lambda done: answer)
+    optimizer = make(make_parameters(), variance_policy=mine, sync_policy=mine)
+    train(optimizer, 0, 2)
+    before = fingerprint(parameters(optimizer))
+    set_gradients(optimizer, 0, 2)
+    for _ in range(2):
+        found = caught(optimizer.step)
+        assert found[0] is kind
+        assert text in found[1]
+    assert fingerprint(parameters(optimizer)) == before
+    assert optimizer.stats()["step"] == 2
+
+
+def test_a_policy_that_never_renews_is_told_at_the_first_step():
+    mine = Mine(lambda done: False)
+    optimizer = make(make_parameters(), variance_policy=mine, sync_policy=mine)
+    kind, text = caught(lambda: train(optimizer, 0, 1))
+    assert kind is RuntimeError
+    assert "variance_policy must renew the variance in the first round, but test_zero_one_policies.Mine" in text
+
+
+@pytest.mark.parametrize("name", ["variance_policy", "sync_policy"])
+@pytest.mark.parametrize("value", ["nothing", 3, "other", "class"])
+def test_an_object_without_the_method_is_refused(name, value):
+    good = {"variance_policy": policies.DoublingVariance(), "sync_policy": policies.EveryStep()}
+    other = {"variance_policy": "sync_policy", "sync_policy": "variance_policy"}[name]
+    value = good[other] if value == "other" else type(good[name]) if value == "class" else value
+    method = {"variance_policy": "renews", "sync_policy": "steps"}[name]
+    with pytest.raises(TypeError, match=rf"{name} must have a method {method}\(done\), as fusedonebit.policies."):
+        ZeroOneAdam(make_parameters(), **objects(**good | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "text"),
+    [
+        (lambda: policies.DoublingVariance(scaler=0), "scaler must be an int >= 1, got 0"),
+        (lambda: policies.DoublingVariance(until=True), "until must be an int >= 1, got True"),
+        (lambda: policies.DoublingRounds(after=-1, scaler=1), "after must be an int >= 0, got -1"),
+        (lambda: policies.DoublingRounds(after=0, scaler=1, most=12), "most must be a power of two, got 12"),
+        (lambda: DeepSpeedVariance(var_freeze_step=1), "var_freeze_step must be an int >= 2, got 1"),
+    ],
+)
+def test_bad_settings_of_policies_are_named(make_it, text):
+    kind, said = caught(make_it)
+    assert kind is ValueError
+    assert said == text
+
+
+def differ(rank: int, world_size: int) -> tuple[type | None, str]:
+    policy = policies.DoublingRounds(after=3, scaler=2 + rank)
+    return caught(lambda: ZeroOneAdam(make_parameters(), sync_policy=policy))
+
+
+def test_policies_that_state_otherwise_are_found_at_construction():
+    for kind, text in run_ranks(differ, 2, group_timeout=10):
+        assert kind is DisagreementError
+        assert "sync_policy is DoublingRounds(after=3, scaler=2, most=16) on rank 0 but DoublingRounds(" in text

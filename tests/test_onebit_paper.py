@@ -1,26 +1,171 @@
-"""1-bit LAMB against equation (2) and Algorithm 1 in float64, each compressed step from the optimizer's own state.
+"""1-bit Adam and 1-bit LAMB against Algorithm 1 in float64, each compressed step from the optimizer's own state.
 
-See ``teacher_forced`` for why, and for what may differ. The warm-up compresses nothing, so that there
+See ``teacher_forced`` for why, and for what may differ. LAMB's warm-up, equation (2), compresses nothing, so that there
 the two run on their own from zero.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import reference_adam
 import reference_lamb
 import torch
 from observe import flat, observe, parameters, per_tensor, served, whole_server_error
 from optimizers import PAPER, objects
 from ranks import simulate
-from teacher_forced import LambDeviation
+from teacher_forced import Deviation, LambDeviation
 
-from fusedonebit import OneBitLamb
+from fusedonebit import OneBitAdam, OneBitLamb
 from fusedonebit.checkpoint import header_of
 from fusedonebit.comm import Transport
+from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
+
+Seen = dict[str, np.ndarray]
+
+
+def noisy(shape: tuple[int, ...], rank: int, step: int, i: int) -> torch.Tensor:
+    """Noise of each rank around a mean that drifts slowly."""
+    drift = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * i + step // 9))
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(7 + 1000 * i + 31 * step + 100_003 * rank))
+    return drift + noise
+
+
+def record_steps(
+    rank: int,
+    optimizer: DistributedOptimizer,
+    warm_up: int,
+    steps: int,
+    gradient: Callable[[int, int, int], torch.Tensor],
+    look: Callable[[Any], Seen],
+) -> dict[str, Any]:
+    """Trains; returns all states, the last of the warm-up and each after it, gradients, and where it began."""
+    params, states, gradients = parameters(optimizer), [], []
+    start = flat(params)
+    for step in range(warm_up + steps):
+        for i, p in enumerate(params):
+            p.grad = gradient(rank, step, i)
+        gradients.append(flat([p.grad for p in params]))
+        optimizer.step()
+        if step >= warm_up - 1:
+            states.append(look(optimizer))
+    assert optimizer.phase == "compression"
+    return {"start": start, "states": states, "gradients": gradients, "served": served(optimizer)}
+
+
+def unpacked(states: list[dict], name: str, sizes: list[int], block_size: int) -> np.ndarray:
+    """Bits and the scale of each block, as signed magnitudes."""
+    found = []
+    for state, size in zip(states, sizes, strict=True):
+        bits = np.unpackbits(state[f"{name}_bits"].numpy(), bitorder="little")[:size]
+        found.append(np.where(bits, 1, -1) * np.repeat(state[f"{name}_scale"].numpy(), block_size)[:size])
+    return np.concatenate(found)
+
+
+def before_step(runs: list[dict], t: int) -> tuple[list[Seen], list[np.ndarray], np.ndarray]:
+    """Of all ranks, in float64, before compressed step ``t``: states, workers' residuals, and the servers'."""
+    here = [{k: a.astype(np.float64) for k, a in run["states"][t].items()} for run in runs]
+    parts = [run["served"] for run in runs]
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(here[0]["x"].size))
+    return here, [state["worker_error"] for state in here], whole_server_error(here, parts)
+
+
+def all_have_moved(runs: list[dict]) -> bool:
+    return bool((runs[0]["states"][-1]["x"] != runs[0]["states"][0]["x"]).all())
+
+
+SHAPES_AND_MAGNITUDES = [((40, 30), 1.0), ((777,), 1e-4), ((1,), 1e2), ((3, 5, 7), 1e3), ((1030,), 1e-2)]
+SHAPES_AND_MAGNITUDES += [((129, 9), 10.0), ((2048,), 1e-6)]
+FREEZE_STEP, STEPS, PRECONDITIONED_STEPS = 6, 50, 20
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
+
+
+def denominators(v: np.ndarray) -> np.ndarray:
+    return np.sqrt(v / (1 - HYPER["betas"][1] ** FREEZE_STEP)) + HYPER["eps"]
+
+
+def observe_travelling(optimizer: OneBitAdam) -> Seen:
+    """All of the state, residuals and the last momentum in the unit in which they travel."""
+    saved, params, state = optimizer.state_dict(), parameters(optimizer), observe(optimizer)
+    states = per_tensor(optimizer, saved)
+    if optimizer.phase == "warmup":
+        return state | {"travelled": state["m"]}
+    sizes = [p.numel() for p in params]
+    state["travelled"] = unpacked(states, "exp_avg", sizes, header_of(saved)["block_size"])
+    in_travel = {key: flat([s[key] for s in states]) for key in ("worker_error", "server_error")}
+    # What users see is in units of the momentum.
+    denom = denominators(state["v"].astype(np.float64)) if optimizer.frame.options.numerics.precondition else 1.0
+    np.testing.assert_allclose(state["m"], state["travelled"] * denom, rtol=5e-7)
+    np.testing.assert_allclose(state["worker_error"], in_travel["worker_error"] * denom, rtol=5e-7)
+    return state | in_travel
+
+
+def record_adam(rank: int, transport: Transport, norm: str, precondition: bool, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, magnitude in SHAPES_AND_MAGNITUDES]
+    options = PAPER | {"scale_norm": norm, "precondition": precondition, "variance_floor": 0.01 * precondition}
+    optimizer = OneBitAdam(params, process_group=transport, **objects(freeze_step=FREEZE_STEP, **HYPER, **options))
+
+    def gradient(rank: int, step: int, i: int) -> torch.Tensor:
+        shape, magnitude = SHAPES_AND_MAGNITUDES[i]
+        return noisy(shape, rank, step, i) * magnitude
+
+    return record_steps(rank, optimizer, FREEZE_STEP, steps, gradient, observe_travelling)
+
+
+def adam_state(runs: list[dict], t: int) -> reference_adam.State:
+    here, worker_error, server_error = before_step(runs, t)
+    return reference_adam.State(here[0]["x"], here[0]["m"], here[0]["v"], worker_error, server_error)
+
+
+def check_frozen(v: np.ndarray, frozen: np.ndarray, precondition: bool) -> None:
+    """The warm-up's v, raised to 1/100 of its tensor's mean and where 1/denom is above 1000 times its median."""
+    ends = np.cumsum([int(np.prod(shape)) for shape, _ in SHAPES_AND_MAGNITUDES])
+    share = np.concatenate([np.full(part.size, 0.01 * part.mean()) for part in np.split(v, ends[:-1])])
+    least = np.square(denominators(np.median(v)) / 1000 - HYPER["eps"]) * (1 - HYPER["betas"][1] ** FREEZE_STEP)
+    expected = np.maximum(v, np.maximum(least, share)) if precondition else v
+    for raised in (least > np.maximum(v, share), share > np.maximum(v, least)):
+        assert raised.any(), "both must have something to do"
+    np.testing.assert_array_equal(frozen[expected == v], v[expected == v])
+    np.testing.assert_allclose(frozen, expected, rtol=1 / 64)  # the median is that of a histogram
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize(("norm", "precondition"), [("l1", False), ("l2", False), ("l1", True), ("contractive", True)])
+def test_every_compressed_step_is_algorithm_1(norm, precondition):
+    steps = PRECONDITIONED_STEPS if precondition else STEPS
+    runs = simulate(record_adam, 4, norm, precondition, steps)
+    parts, deviation = [run["served"] for run in runs], Deviation()
+    beta1, beta2 = HYPER["betas"]
+    hyper = {"beta1": beta1, "beta2": beta2} | {key: HYPER[key] for key in ("lr", "eps", "weight_decay")}
+    for t in range(steps):
+        before, after = adam_state(runs, t), adam_state(runs, t + 1)
+        travelled = runs[0]["states"][t + 1]["travelled"].astype(np.float64)
+        unit = 1 / denominators(after.v) if precondition else np.ones(after.v.size)
+        if t == 0:
+            check_frozen(before.v, after.v, precondition)
+            before = replace(before, v=after.v)
+        else:
+            # As exact as it is known to the optimizer, which has it in the unit in which it travels.
+            before = replace(before, m=runs[0]["states"][t]["travelled"].astype(np.float64) / unit)
+        gradients = [run["gradients"][FREEZE_STEP + t].astype(np.float64) for run in runs]
+        how = {"step": FREEZE_STEP + t + 1, "frozen_at": FREEZE_STEP, "norm": norm, "precondition": precondition}
+        spec = reference_adam.compressed_step(before, gradients, parts, **hyper, **how)
+        np.testing.assert_array_equal(before.v, after.v)
+        terms = [unit * (np.abs(before.m) + np.abs(g)) for g in gradients]
+        agreed = deviation.compare_exchange(before, after, terms, parts, spec, travelled)
+        deviation.compare_parameters(before, after, spec, agreed)
+    deviation.check(norm + ", preconditioned" * precondition)
+    assert all_have_moved(runs)
+
+
+# ---------------------------------------------------------------- 1-bit LAMB
 
 # Shape, magnitude of the gradients, magnitude of the parameters, growth of the gradients per step
 # from GROWTH_FROM on.
@@ -41,7 +186,7 @@ LAYERS = [
 SIZES = [int(np.prod(layer[0])) for layer in LAYERS]
 ENDS = np.cumsum(SIZES)
 WHERE = [slice(int(end) - n, int(end)) for end, n in zip(ENDS, SIZES, strict=True)]
-WARM_UP, STEPS, GROWTH_FROM = 8, 50, 22
+WARM_UP, GROWTH_FROM = 8, 22
 OPTIONS = {
     "lr": 1e-2,
     "betas": (0.9, 0.8),
@@ -66,99 +211,67 @@ def settings(options: dict) -> reference_lamb.Settings:
     return reference_lamb.Settings(beta1=beta1, beta2=beta2, **options)
 
 
-def gradient(rank: int, step: int, i: int) -> torch.Tensor:
-    """Noise of each rank around a mean that drifts slowly, of the layer's own magnitude at that step."""
-    shape, magnitude, _, growth = LAYERS[i]
-    drift = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * i + step // 9))
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(7 + 1000 * i + 31 * step + 100_003 * rank))
-    return (drift + noise) * magnitude * growth ** max(0, step - WARM_UP - GROWTH_FROM)
-
-
-def observe_lamb(optimizer: OneBitLamb) -> dict[str, np.ndarray]:
+def observe_lamb(optimizer: OneBitLamb) -> Seen:
     """All of the state, m in its own unit and as it travelled; residuals in the unit in which it travels."""
     saved, params, seen = optimizer.state_dict(), parameters(optimizer), observe(optimizer)
     header, states = header_of(saved), per_tensor(optimizer, saved)
     state = {key: seen[key] for key in ("x", "m", "v", "worker_error")}
-    state["layers"] = torch.stack([states[i]["layer"] for i in range(len(params))], dim=1).numpy()
+    state["layers"] = torch.stack([s["layer"] for s in states], dim=1).numpy()
     if optimizer.phase == "warmup":
         return state | {"fresh": state["v"], "server_error": np.zeros(0)}
 
-    def unpacked(name: str) -> np.ndarray:
-        """Bits and the scale of each block, as signed magnitudes."""
-        found = []
-        for i, p in enumerate(params):
-            bits = np.unpackbits(states[i][f"{name}_bits"].numpy(), bitorder="little")[: p.numel()]
-            scale = np.repeat(states[i][f"{name}_scale"].numpy(), header["block_size"])
-            found.append(np.where(bits, 1, -1) * scale[: p.numel()])
-        return np.concatenate(found)
-
-    state["travelled"] = unpacked("exp_avg")
+    sizes = [p.numel() for p in params]
+    state["travelled"] = unpacked(states, "exp_avg", sizes, header["block_size"])
     if "exp_avg_sq_fresh" in states[0]:
         assert header["started"]
-        state["fresh"] = flat([states[i]["exp_avg_sq_fresh"] for i in range(len(params))])
+        state["fresh"] = flat([s["exp_avg_sq_fresh"] for s in states])
         # After a step the last momentum is this step's: the next step's m_{t-1}.
-        np.testing.assert_array_equal(unpacked("exp_avg_last"), state["travelled"])
+        last = unpacked(states, "exp_avg_last", sizes, header["block_size"])
+        np.testing.assert_array_equal(last, state["travelled"])
     else:
         state["fresh"] = state["v"]
-    state["unit"] = flat([states[i]["unit"] for i in range(len(params))])
+    state["unit"] = flat([s["unit"] for s in states])
     # What users see is in units of the momentum, what is saved in those in which it travels.
-    unit = np.repeat(state["unit"], [p.numel() for p in params])
+    unit = np.repeat(state["unit"], sizes)
     np.testing.assert_allclose(state["m"] * unit, state["travelled"], rtol=3e-7)
-    saved_error = flat([states[i]["worker_error"] for i in range(len(params))])
+    saved_error = flat([s["worker_error"] for s in states])
     np.testing.assert_allclose(state["worker_error"] * unit, saved_error, rtol=3e-7)
-    server_error = flat([states[i]["server_error"] for i in range(len(params))])
-    return state | {"worker_error": saved_error, "server_error": server_error}
+    return state | {"worker_error": saved_error, "server_error": flat([s["server_error"] for s in states])}
 
 
-def record_steps(rank: int, transport: Transport, layers: int, steps: int, options: dict) -> dict:
-    """Trains; returns all states, before the first step, the last of the warm-up and each after it, and gradients."""
+def record_lamb(rank: int, transport: Transport, layers: int, steps: int, options: dict) -> dict[str, Any]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape) * magnitude) for shape, _, magnitude, _ in LAYERS[:layers]]
     optimizer = OneBitLamb(params, process_group=transport, **objects(freeze_step=WARM_UP, **options))
-    states, gradients, start = [], [], flat(params)
-    for step in range(WARM_UP + steps):
-        for i, p in enumerate(params):
-            p.grad = gradient(rank, step, i)
-        gradients.append(flat([p.grad for p in params]))
-        optimizer.step()
-        if step >= WARM_UP - 1:
-            states.append(observe_lamb(optimizer))
-    assert optimizer.phase == "compression"
-    return {"start": start, "states": states, "gradients": gradients, "served": served(optimizer)}
+
+    def gradient(rank: int, step: int, i: int) -> torch.Tensor:
+        shape, magnitude, _, growth = LAYERS[i]
+        return noisy(shape, rank, step, i) * magnitude * growth ** max(0, step - WARM_UP - GROWTH_FROM)
+
+    return record_steps(rank, optimizer, WARM_UP, steps, gradient, observe_lamb)
 
 
-def whole_state(runs: list[dict], t: int) -> reference_lamb.State:
-    """The state of all ranks before compressed step ``t`` as Algorithm 1 knows it."""
-    here = [{k: a.astype(np.float64) for k, a in run["states"][t].items()} for run in runs]
-    server_error = whole_server_error(here, [run["served"] for run in runs])
+def lamb_state(runs: list[dict], t: int) -> reference_lamb.State:
+    here, worker_error, server_error = before_step(runs, t)
     c_avg, r, _ = here[0]["layers"]
     x, m, v, fresh = (here[0][k] for k in ("x", "m", "v", "fresh"))
-    return reference_lamb.State(x, m, v, fresh, r, c_avg, [state["worker_error"] for state in here], server_error)
+    return reference_lamb.State(x, m, v, fresh, r, c_avg, worker_error, server_error)
 
 
 def check_compressed_steps(name: str, runs: list[dict], steps: int, options: dict) -> Counter[str]:
     """Returns how often each clip of Algorithm 1 changed something, and how often none did."""
     parts = [run["served"] for run in runs]
-    first = whole_state(runs, 0)
-    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(first.x.size))
+    first = lamb_state(runs, 0)
     layers = WHERE[: len(first.r)]
     scales = reference_lamb.momentum_scales(first.m, layers)
     assert scales.max() > 1e6 * scales.min()
     unit = np.repeat(scales, SIZES[: len(layers)])
     deviation, clipped = LambDeviation(), Counter()
     for t in range(steps):
-        before, after, seen = whole_state(runs, t), whole_state(runs, t + 1), runs[0]["states"][t + 1]
+        before, after, seen = lamb_state(runs, t), lamb_state(runs, t + 1), runs[0]["states"][t + 1]
         gradients = [run["gradients"][WARM_UP + t].astype(np.float64) for run in runs]
-        spec = reference_lamb.compressed_step(
-            before,
-            gradients,
-            parts,
-            layers,
-            unit,
-            settings(options),
-            norm=options["scale_norm"],
-            adaptive=options["adaptive"],
-        )
+        how = {"norm": options["scale_norm"], "adaptive": options["adaptive"]}
+        spec = reference_lamb.compressed_step(before, gradients, parts, layers, unit, settings(options), **how)
         clipped.update(spec.clipped)
         largest = [np.max(before.v_frozen[layer] / spec.v[layer]) for layer in layers]
         clipped["neither"] += int((spec.r == largest).sum())
@@ -171,8 +284,7 @@ def check_compressed_steps(name: str, runs: list[dict], steps: int, options: dic
         deviation.compare_parameters(before, after, spec, agreed & whole)
         deviation.compare_layers(layers, after, seen["layers"][2].astype(np.float64), spec, agreed)
     deviation.check(name)
-    moves = np.abs(runs[0]["states"][-1]["x"] - runs[0]["states"][0]["x"])
-    assert (moves > 0).all()
+    assert all_have_moved(runs)
     return clipped
 
 
@@ -209,7 +321,7 @@ def check_warmup(name: str, runs: list[dict], options: dict) -> Counter[str]:
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_every_step_is_equation_2_then_algorithm_1(norm):
     options = OPTIONS | BOUNDS[norm] | {"scale_norm": norm, "adaptive": True}
-    runs = simulate(record_steps, 4, len(LAYERS), STEPS, options)
+    runs = simulate(record_lamb, 4, len(LAYERS), STEPS, options)
     clipped = check_warmup(norm, runs, options) + check_compressed_steps(norm, runs, STEPS, options)
     print(f"{norm}: clips: {dict(clipped)}")
     for bound in ("c", "line 18", "line 19"):
@@ -220,7 +332,7 @@ def test_every_step_is_equation_2_then_algorithm_1(norm):
 
 def test_frozen_coefficients_are_section_3_4s_basic_one_bit():
     options = OPTIONS | {"adaptive": False, "r_max": 4.0}  # no ratio is formed: its defaults
-    runs = simulate(record_steps, 2, 7, 10, options)
+    runs = simulate(record_lamb, 2, 7, 10, options)
     check_compressed_steps("frozen", runs, 10, options)
     for state in runs[0]["states"][1:]:
         c_avg, r, c = state["layers"]
