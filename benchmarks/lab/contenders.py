@@ -21,7 +21,7 @@ from fusedonebit import (
     ZeroOneAdam,
     policies,
 )
-from fusedonebit.apps.averaged import Averaged
+from fusedonebit.apps.averaged import AveragedAdamW
 from fusedonebit.apps.train.baseline_reducers import Coding
 from fusedonebit.apps.train.baselines import BaselineAdam
 from fusedonebit.comm import Topology
@@ -35,12 +35,8 @@ from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
 from .workers import AlikeTransport, BatchedZeroOneAdam
 
 
-class AveragedAdamW(Averaged, torch.optim.AdamW):
-    """torch's AdamW on averaged gradients."""
-
-    def __init__(self, params: Params, of: Setting) -> None:
-        super().__init__(params, of.lr, BETAS, EPS, of.weight_decay)
-        self.transport = of.transport
+def _torchs(params: Params, of: Setting) -> AveragedAdamW:
+    return AveragedAdamW(params, of.lr, of.transport, betas=BETAS, eps=EPS, weight_decay=of.weight_decay)
 
 
 def _adam(params: Params, of: Setting, kind: type[AveragedAdam] = AveragedAdam, **frozen: Any) -> Any:
@@ -159,7 +155,7 @@ LENGTHS = (4, 8, 16, 32)
 """Of long rounds of 0/1 Adam."""
 
 CONTENDERS: dict[str, Contender] = {
-    "adamw": of_adam(AveragedAdamW),
+    "adamw": of_adam(_torchs),
     "onebit-adam": of_adam(_onebit_adam),
     "onebit-adam-living": of_adam(partial(_living, warmup=0.05)),
     "onebit-adam-living-0": of_adam(partial(_living, warmup=0.0)),

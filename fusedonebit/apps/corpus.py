@@ -60,11 +60,13 @@ def load_text(files: Sequence[str]) -> Tensor:
     if not files:
         from pydoc_data.topics import topics
 
-        return _bytes("\n\n".join(topics.values()).encode())
-    content = b"\n\n".join(text for name in files for text in (_texts(name) if Path(name).is_dir() else [_read(name)]))
+        texts = [text.encode() for text in topics.values()]
+    else:
+        texts = [text for name in files for text in (_texts(name) if Path(name).is_dir() else [_read(name)])]
+    content = bytearray(b"\n\n".join(texts))
     if len(content) > LARGEST:
         raise InputError(f"--text has more than {LARGEST:,} bytes in all; give a part of it")
-    return _bytes(content)
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _texts(folder: str) -> list[bytes]:
@@ -95,7 +97,3 @@ def _read(name: str) -> bytes:
     if len(content) > LARGEST:
         raise InputError(f"--text {name} has more than {LARGEST:,} bytes; give a part of it")
     return content
-
-
-def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
+_T = TypeVar("_T")
 PACKAGES = {"sklearn": "scikit-learn"}
 """Names on the package index, where modules are called otherwise."""
 
@@ -53,28 +55,25 @@ def listed(names: str | None) -> list[str]:
 def whole(least: int, most: int = LARGEST) -> Callable[[str], int]:
     """Make the type of an argument that is a whole number."""
 
-    def parse(text: str) -> int:
-        digits = text.strip()
+    def read(text: str) -> int | None:
         # Longer ones are too large anyhow, and Python refuses to read very long ones in words of its own.
-        value = int(digits) if digits.removeprefix("-").isdecimal() and len(digits) < 30 else None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number of {least} to {most:,}, got {text!r}")
-        return value
+        return int(text) if text.removeprefix("-").isdecimal() and len(text) < 30 else None
 
-    return parse
+    return _number(f"a whole number of {least} to {most:,}", read, lambda value: least <= value <= most)
 
 
 def positive(unit: str = "") -> Callable[[str], float]:
     """Make the type of an argument that is a number > 0, of a unit."""
+    told = f"a number{f' of {unit}' * bool(unit)} > 0 and at most {LARGEST:,}"
+    return _number(told, float, lambda value: 0 < value <= LARGEST)
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value <= LARGEST:
-            of = f"of {unit} " if unit else ""
-            raise argparse.ArgumentTypeError(f"must be a number {of}> 0 and at most {LARGEST:,}, got {text!r}")
-        return value
+
+def _number(told: str, read: Callable[[str], _T | None], fits: Callable[[_T], bool]) -> Callable[[str], _T]:
+    def parse(text: str) -> _T:
+        with suppress(ValueError):
+            value = read(text.strip())
+            if value is not None and fits(value):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {told}, got {text!r}")
 
     return parse

@@ -30,9 +30,9 @@ SIZES = {
 class Block(nn.Module):
     """Attention and feed-forward, each behind a layer norm and around a residual."""
 
-    def __init__(self, size: Size, causal: bool) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads, self.causal = size.heads, causal
+        self.heads = size.heads
         self.norm1 = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.proj = nn.Linear(size.width, size.width)
@@ -44,25 +44,19 @@ class Block(nn.Module):
         """Float [batch, length, width] to the same."""
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class ByteTransformer(nn.Module):
-    """Predicts each next byte, or hidden ones; input and output embeddings are tied.
+    """Predicts each next byte of sequences of at most ``seq_len``; input and output embeddings are tied."""
 
-    Args:
-        size: One of ``SIZES``' values.
-        seq_len: Longest sequence.
-        causal: Whether a position sees only what stands before it.
-    """
-
-    def __init__(self, size: Size, seq_len: int, causal: bool = True) -> None:
+    def __init__(self, size: Size, seq_len: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, size.width)
         self.position = nn.Parameter(torch.zeros(seq_len, size.width))
-        self.blocks = nn.ModuleList(Block(size, causal) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -72,12 +66,8 @@ class ByteTransformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte, [], of ``tokens`` int64 [batch, length + 1]."""
-        logits = self.logits(tokens[:, :-1])
-        return F.cross_entropy(logits.view(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits of every byte, float [batch, length, 256], of ``tokens`` int64 [batch, length]."""
-        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        x = self.embed(tokens[:, :-1]) + self.position[: tokens.shape[1] - 1]
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embed.weight)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return F.cross_entropy(logits.view(-1, VOCABULARY), tokens[:, 1:].reshape(-1))

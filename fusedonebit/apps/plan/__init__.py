@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .collectives import Cost
+from .collectives import TYPICAL, Cost, Network
 from .costs import METHODS, Method, choose_topology, methods
-from .network import TYPICAL, Network
 
 __all__ = ["METHODS", "TYPICAL", "Cost", "Method", "Network", "choose_topology", "methods"]

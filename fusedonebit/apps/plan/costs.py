@@ -14,9 +14,8 @@ from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 from ...ring_topology import Topology, torus_rows
-from .collectives import Cost, all_gather, all_reduce, all_to_all, ring_bandwidth
+from .collectives import TYPICAL, Cost, Network, all_gather, all_reduce, all_to_all, ring_bandwidth
 from .hidden_messages import Buckets, ddp, ours, whole
-from .network import TYPICAL, Network
 
 FP32, BF16, BIT = 4.0, 2.0, 1 / 8
 """Bytes of a parameter."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..parsing import InputError, need, positive, whole
 from ..units import parse_bandwidth, parse_count
+from .collectives import NETWORK_HOP, NVLINK_HOP, PCIE_HOP, TYPICAL, Network
 from .costs import methods
-from .network import NETWORK_HOP, NVLINK_HOP, PCIE_HOP, TYPICAL, Network
 from .plan_tables import text_of
 from .report import Plan, calibrate
 
@@ -29,9 +29,6 @@ CALIBRATE = (
 )
 
 
-WANTED = "must be seconds as one_gpu=1.4,step_fp32=6.4 (or step_bf16=3.6, or both)"
-
-
 def parse_timed(text: str) -> tuple[float, dict[str, float]]:
     """Parse ``one_gpu=1.4,step_fp32=6.4,step_bf16=3.6`` to seconds of the first and, by method, of the others.
 
@@ -44,7 +41,8 @@ def parse_timed(text: str) -> tuple[float, dict[str, float]]:
         steps = {}
     known = {"one_gpu"} < steps.keys() <= {"one_gpu", "step_fp32", "step_bf16"}
     if not known or not all(0 < seconds < math.inf for seconds in steps.values()):
-        raise argparse.ArgumentTypeError(f"{WANTED}, got {text!r}")
+        wanted = "seconds as one_gpu=1.4,step_fp32=6.4 (or step_bf16=3.6, or both)"
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
     one_gpu = steps.pop("one_gpu")
     if min(steps.values()) <= one_gpu:
         hidden = "messages that are hidden tell no bandwidth"
@@ -91,7 +89,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(ONE_NODE.format(arguments.gpus, arguments.gpus_per_node))
     print(text_of(plan, arguments.all), flush=True)  # before the picture, which takes seconds
     if arguments.out is not None:
-        print(f"picture: {_draw(plan, Path(arguments.out))}")
+        from .plan_plot import plot_plan
+
+        picture = Path(arguments.out) / "plan.png"
+        try:
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            plot_plan(plan, picture)
+        except OSError as error:
+            raise InputError(f"--out {arguments.out} can't be written: {error.strerror or error}") from error
+        print(f"picture: {picture}")
     return 0
 
 
@@ -126,14 +132,3 @@ def _network(arguments: argparse.Namespace) -> Network:
     hop = PCIE_HOP if arguments.pcie else NVLINK_HOP
     inside = arguments.pcie or arguments.nvlink or TYPICAL.inside
     return Network(arguments.network or math.inf, inside, per_node, arguments.latency_us * 1e-6, hop)
-
-
-def _draw(plan: Plan, out: Path) -> Path:
-    from .plan_plot import plot_plan
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        plot_plan(plan, out / "plan.png")
-    except OSError as error:
-        raise InputError(f"--out {out} can't be written: {error.strerror or error}") from error
-    return out / "plan.png"

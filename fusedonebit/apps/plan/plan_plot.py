@@ -48,7 +48,8 @@ def draw(axis: Axes, plan: Plan) -> None:
     axis.set_ylabel("ms a step" if plan.compute is not None else "ms a step, messages alone")
     ticks = [n for n in (2, 8, 32, 128, 512, 2048, 16384, 131072) if counts[0] <= n <= counts[-1]]
     axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    axis.set_yticks([n * 10**k for k in range(-5, 8) for n in (1, 2, 5) if _inside(n * 10**k, axis.get_ylim())])
+    least, most = axis.get_ylim()
+    axis.set_yticks([n * 10**k for k in range(-5, 8) for n in (1, 2, 5) if least <= n * 10**k <= most])
     axis.yaxis.set_major_formatter(lambda value, _: digits(value))
     axis.minorticks_off()
     clear([axis])
@@ -69,7 +70,3 @@ def _mark(axis: Axes, plan: Plan, right: bool) -> None:
     side: dict[str, Any] = {"ha": "right" if right else "left", "va": "top", "textcoords": "offset points"}
     told = f"{plan.gpus:,} GPUs: {digits(at)} ms"
     axis.annotate(told, (plan.gpus, at), (-6 if right else 6, -6), color=colour, bbox=box, **side)
-
-
-def _inside(value: float, limits: tuple[float, float]) -> bool:
-    return limits[0] <= value <= limits[1]

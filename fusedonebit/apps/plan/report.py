@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from .collectives import Network
 from .costs import METHODS, OURS, Family, Method, possible
 from .hidden_messages import BACKWARD, whole
-from .network import Network
 
 BASELINE = "bf16"
 """What compression is measured by: what DDP does with a hook of one line."""

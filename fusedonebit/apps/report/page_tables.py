@@ -33,13 +33,11 @@ def number(value: float, digits: int = 4) -> str:
 
 def results(runs: Sequence[Run]) -> dict[str, str]:
     """Return cells by what they tell, one for each run; page.html says what each means."""
-    told = [results_of(run) for run in runs]
+    told = [_results_of(run) for run in runs]
     return {name: "".join(f"<td>{escape(of[name])}</td>" for of in told) for name in told[0]}
 
 
-def results_of(run: Run) -> dict[str, str]:
-    """Return a run's numbers as text."""
-
+def _results_of(run: Run) -> dict[str, str]:
     def last(key: str, tell: Callable[[float], str] = number) -> str:
         return ABSENT if (value := run.last(key)) is None else tell(value)
 

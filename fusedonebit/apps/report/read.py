@@ -118,10 +118,8 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
 
 def metrics_of(given: str) -> Path:
     """Return the file of a folder; raise InputError where there is none."""
-    path, what = (
-        Path(given),
-        f"a folder with {recording.METRICS}, as `fusedonebit train --out` and fusedonebit.Recorder leave it",
-    )
+    path = Path(given)
+    what = f"a folder with {recording.METRICS}, as `fusedonebit train --out` and fusedonebit.Recorder leave it"
     if path.is_file() and path.name == recording.METRICS:
         return path
     if not path.is_dir():
@@ -171,11 +169,10 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     parts = {run.folder: Path(os.path.realpath(run.folder)).parts for run in runs}
     if len(parts) == 1:
         return [run.name for run in runs]
-    tails = [
-        {folder: "/".join(of[-depth:]) for folder, of in parts.items()}
-        for depth in range(1, max(map(len, parts.values())) + 1)
-    ]
-    tail = next(told for told in tails if len(set(told.values())) == len(parts))
+    depth, tail = 0, dict[Path, str]()
+    while len({*tail.values()}) < len(parts):
+        depth += 1
+        tail = {folder: "/".join(of[-depth:]) for folder, of in parts.items()}
     return [f"{tail[run.folder]}: {run.name}" for run in runs]
 
 

@@ -22,7 +22,7 @@ from ...comm.rounds import Prepare, RoundAllReduce
 from ...comm.transport import Transport
 from ...ring_topology import Hop, Stage, Topology, stages
 from ...triton_kernels import FlatLayout
-from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits, width_of
+from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
 
 Coding = Literal["elias", "fixed"]
 
@@ -44,10 +44,6 @@ class HopBaseline(RoundAllReduce):
         seed: int = 0,
         **where: Any,
     ) -> None:
-        if coding not in ("elias", "fixed"):
-            raise ValueError(f"coding must be 'elias' or 'fixed', got {coding!r}")
-        if topology not in ("ring", "torus"):
-            raise ValueError(f"topology must be 'ring' or 'torus', got {topology!r}")
         super().__init__(layout, transport, **where)
         self.coding, self.seed = coding, seed
         self._stages = stages(topology, layout.world_size, self.transport.rank)
@@ -63,10 +59,6 @@ class HopBaseline(RoundAllReduce):
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return the global update and what this worker keeps, float32 [P] each, of v [P] and eta_s float32 [B]."""
         raise NotImplementedError
-
-    def _by_element(self, values: Tensor) -> Tensor:
-        """Return what a table holds per block, float32 [B], for each element [P]."""
-        return values.repeat_interleave(self.layout.block_size)
 
     def _generator(self) -> torch.Generator:
         """Return what this worker draws its random numbers of this round from."""
@@ -88,9 +80,7 @@ class HopBaseline(RoundAllReduce):
         most = 2 * self._reduce_counts(positive) >= self.layout.world_size
         for stage in reversed(self._stages):
             for hop in stage.gather():
-                sent = pack_bits(most[hop.sent].view(-1))
-                received = torch.empty_like(sent)
-                self.transport.exchange(received, stage.previous, sent, stage.next).wait()
+                received = self._swap(pack_bits(most[hop.sent].view(-1)), stage)
                 most[hop.received] = unpack_bits(received).view_as(most[hop.received])
         return most.view(-1)
 
@@ -106,39 +96,31 @@ class HopBaseline(RoundAllReduce):
         return counts
 
     def _pass_on(self, counts: Tensor, hop: Hop, stage: Stage, workers: int) -> None:
-        arrived = self._exchange(counts[hop.sent].view(-1), stage.previous, stage.next, workers)
+        """Send how many of ``workers`` signs were +1, and write down what arrives."""
+        sent, middle = counts[hop.sent].view(-1), workers // 2
+        if self.coding == "fixed":
+            width = workers.bit_length()
+            arrived = decode_fixed(self._swap(encode_fixed(sent, width), stage), width, len(sent))
+        else:  # sums lie around zero: 0, 1, -1, 2, ... become 1, 2, 3, 4, ...
+            off = sent - middle
+            code = encode_gamma(torch.where(off > 0, 2 * off, 1 - 2 * off))
+            coming = self._swap(torch.tensor([code.numel()], device=self.device), stage)  # lengths go ahead
+            numbers = decode_gamma(self._swap(code, stage, int(coming)), len(sent))
+            arrived = middle + torch.where(numbers % 2 == 0, numbers // 2, -(numbers // 2))
         counts[hop.received] = arrived.view_as(counts[hop.received])
 
-    def _exchange(self, counts: Tensor, source: int, destination: int, workers: int) -> Tensor:
-        """Send how many of ``workers`` signs were +1, int64 [n], and return what arrives."""
-        if self.coding == "fixed":
-            width = width_of(workers)
-            sent = encode_fixed(counts, width)
-            received = torch.empty_like(sent)
-            self.transport.exchange(received, source, sent, destination).wait()
-            return decode_fixed(received, width, len(counts))
-        # Sums lie around zero: 0, 1, -1, 2, ... become 1, 2, 3, 4, ...
-        middle = workers // 2
-        off = counts - middle
-        received = self._exchange_any(encode_gamma(torch.where(off > 0, 2 * off, 1 - 2 * off)), source, destination)
-        numbers = decode_gamma(received, len(counts))
-        return middle + torch.where(numbers % 2 == 0, numbers // 2, -(numbers // 2))
-
-    def _exchange_any(self, sent: Tensor, source: int, destination: int) -> Tensor:
-        """Exchange messages whose lengths the receivers don't know: those go first."""
-        length = torch.tensor([sent.numel()], device=self.device)
-        coming = torch.empty_like(length)
-        self.transport.exchange(coming, source, length, destination).wait()
-        received = torch.empty(int(coming), dtype=torch.uint8, device=self.device)
-        self.transport.exchange(received, source, sent, destination).wait()
-        return received
+    def _swap(self, message: Tensor, stage: Stage, coming: int | None = None) -> Tensor:
+        """Send a message to the next worker; return the previous one's, of the same length unless one is told."""
+        arrived = torch.empty_like(message) if coming is None else message.new_empty(coming)
+        self.transport.exchange(arrived, stage.previous, message, stage.next).wait()
+        return arrived
 
 
 class MajorityVote(HopBaseline):
     """signSGD with majority vote: eta_s times the sign that most workers have; nothing is kept."""
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        update = torch.where(self._majority(v >= 0), 1.0, -1.0) * self._by_element(step)
+        update = torch.where(self._majority(v >= 0), 1.0, -1.0) * step.repeat_interleave(self.layout.block_size)
         return update, torch.zeros_like(v)
 
 
@@ -155,7 +137,7 @@ class ErrorFeedback(HopBaseline):
         count = torch.zeros_like(sums).index_add_(0, blocks, self.live.numel.float())
         scale = sums / count.clamp(min=1)
         self.transport.all_reduce(scale)
-        s = self._by_element((scale / self.layout.world_size)[blocks])
+        s = (scale / self.layout.world_size)[blocks].repeat_interleave(self.layout.block_size)
         positive = v >= 0
         mean = self._sum_of_signs(positive) / self.layout.world_size
         return s * mean, (v - torch.where(positive, s, -s)) * self.part.live(self.live).mask()
@@ -166,7 +148,7 @@ class StochasticSign(HopBaseline):
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         mean = self._sum_of_signs(stochastic_sign(v, self._generator())) / self.layout.world_size
-        return mean * self._by_element(step), torch.zeros_like(v)
+        return mean * step.repeat_interleave(self.layout.block_size), torch.zeros_like(v)
 
 
 class Cascading(HopBaseline):
@@ -193,11 +175,6 @@ class Cascading(HopBaseline):
         if self._stages:
             values = torch.stack([self._recover(one) for one in messages])
         return values.view(-1) / self.layout.world_size, torch.zeros_like(v)
-
-    def _swap(self, message: Tensor, stage: Stage) -> Tensor:
-        arrived = torch.empty_like(message)
-        self.transport.exchange(arrived, stage.previous, message, stage.next).wait()
-        return arrived
 
     def _compress(self, v: Tensor, draw: torch.Generator) -> Tensor:
         norm = v.norm().reshape(1)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import MarsitAllReduce, Section, Topology, Transport
 from ...comm.rounds import RoundAllReduce
 from ...core.options import check_choice, check_count
-from ...core.settings import NUMERICS, Numerics
+from ...core.settings import NUMERICS, Numerics, Params, Ranks
 from ...optim.marsit import MarsitOptimizer
 from ...optim.marsit_algorithm import Marsit
 from ...optim.marsit_options import LocalOptions
 from .baseline_reducers import Cascading, Coding, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
     "psgd": None,  # Marsit that is always of full precision
@@ -35,10 +30,10 @@ AGGREGATIONS: dict[str, type[HopBaseline] | None] = {
 class BaselineOptions(LocalOptions):
     """Settings of a baseline. See ``BaselineSGD`` for their meaning."""
 
-    local_steps: int
     aggregation: str
     topology: Topology
     coding: Coding
+    local_steps: int
     seed: int
     recorded: ClassVar = (*LocalOptions.recorded, "local_steps", "aggregation", "topology", "coding", "seed")
 
@@ -56,7 +51,6 @@ class BaselineOptions(LocalOptions):
         check_count("seed", self.seed)
 
 
-@dataclass(frozen=True, kw_only=True)
 class BaselineAdamOptions(BaselineOptions):
     """Settings of ``BaselineAdam``."""
 
@@ -113,7 +107,7 @@ class BaselineSGD(MarsitOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-2,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
@@ -124,12 +118,12 @@ class BaselineSGD(MarsitOptimizer):
         global_ratio: float = 0.1,
         local_steps: int = 1,
         seed: int = 0,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding}
-        settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
+        settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding, "seed": seed}
+        settings |= {"local_steps": local_steps, "numerics": numerics}
         super().__init__(params, defaults, process_group=process_group, **settings)
 
 
@@ -140,7 +134,7 @@ class BaselineAdam(MarsitOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        params: Params,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -152,10 +146,10 @@ class BaselineAdam(MarsitOptimizer):
         global_ratio: float = 0.3,
         local_steps: int = 1,
         seed: int = 0,
-        process_group: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "global_ratio": global_ratio}
-        settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding}
-        settings |= {"local_steps": local_steps, "seed": seed, "numerics": numerics}
+        settings: dict[str, Any] = {"aggregation": aggregation, "topology": topology, "coding": coding, "seed": seed}
+        settings |= {"local_steps": local_steps, "numerics": numerics}
         super().__init__(params, defaults, process_group=process_group, **settings)

@@ -25,18 +25,11 @@ class Display:
         self._every = max(1, steps // 20)
         done, text = "{task.completed:.0f}/{task.total:.0f}", "{task.fields[text]}"
         columns = ("{task.description:18}", BarColumn(bar_width=20), done, text, TimeRemainingColumn(compact=True))
-        self._bars = Progress(*columns, console=self._console, disable=not self._live)
-
-    def __enter__(self) -> Display:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
+        self.bars = Progress(*columns, console=self._console, disable=not self._live)  # to be entered
 
     def start(self, name: str, first_step: int) -> None:
         """Begin another run."""
-        self._task = self._bars.add_task(name, total=self._steps, completed=first_step, text="")
+        self._task = self.bars.add_task(name, total=self._steps, completed=first_step, text="")
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show a step's record."""
@@ -45,7 +38,7 @@ class Display:
             f"loss {record['loss']:.3f}  {record['phase']:12}  {speed}"
             f"sent {size(record['bytes_step'])}/step, {size(record['bytes_total'])} in all"
         )
-        self._bars.update(self._task, completed=record["step"], text=text)
+        self.bars.update(self._task, completed=record["step"], text=text)
         step = record["step"]
         if self._enabled and not self._live and (step % self._every == 0 or step == self._steps):
             self._console.print(f"{record['optimizer']:18} step {step:>6}/{self._steps}  {text}", soft_wrap=True)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...triton_kernels import pack, unpack
+
 
 def pack_bits(bits: Tensor) -> Tensor:
     """Pack bool [n] to uint8 [ceil(n / 8)], LSB first."""
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (padded * weights).sum(1, dtype=torch.uint8)
+    return pack(torch.nn.functional.pad(bits.float() - 0.5, (0, -len(bits) % 8), value=-1.0))
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
     """Return the inverse of ``pack_bits``: bool [8 n]."""
-    return ((packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).bool().view(-1)
-
-
-def width_of(largest: int) -> int:
-    """Return bits that whole numbers up to ``largest`` need."""
-    return max(1, largest.bit_length())
+    return unpack(packed) > 0
 
 
 def encode_fixed(numbers: Tensor, width: int) -> Tensor:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ... import recording
 from ..parsing import installed, missing
 from .display import print_table
 from .optimizers import FREEZE, Job
-from .run import read_metrics, train_all
+from .run import train_all
 
 INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -47,7 +48,8 @@ def run(job: Job, nproc: int) -> int:
 
 def report(job: Job) -> None:
     """Print the table, and draw pictures where matplotlib is, of what was measured."""
-    records = [r for r in read_metrics(job.metrics) if r["optimizer"] in job.optimizers] if job.metrics.exists() else []
+    found = recording.read_lines(job.metrics) if job.metrics.exists() else ()
+    records = [r for _, r in found if r is not None and r["optimizer"] in job.optimizers]
     if not records:
         return
     print_table(records)
@@ -79,39 +81,36 @@ def _pictures(job: Job, records: Sequence[dict[str, Any]]) -> list[Path]:
 def _under_torchrun(job: Job) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _device(job, int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(_backend(device))
+    _in_group(job, rank, world_size, device)
+    if rank == 0:
+        report(job)
+    return 0
+
+
+def _in_group(job: Job, rank: int, world_size: int, device: torch.device, place: str = "env://") -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=world_size)
     try:
         train_all(job, rank, world_size, device)
-        if rank == 0:
-            report(job)
     finally:
         dist.destroy_process_group()
-    return 0
 
 
 def _spawn(job: Job, nproc: int) -> int:
     context = mp.get_context("spawn")
-    signal.signal(signal.SIGTERM, _terminated)
+    # Leaves through the cleanup: without it, ranks would go on alone.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # The ranks meet in a file and talk over the loopback interface: no port is open to others.
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_rank_main, args=(job, rank, nproc, folder)) for rank in range(nproc)]
         for process in ranks:
             process.start()
         try:
-            return _wait(ranks)
+            while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
+                time.sleep(0.05)
+            return int(any(process.exitcode for process in ranks))
         finally:
             _end(ranks)
-
-
-def _terminated(number: int, frame: object) -> None:
-    # Leaves through the cleanup: without it, ranks would go on alone.
-    raise SystemExit(128 + number)
-
-
-def _wait(ranks: Sequence[BaseProcess]) -> int:
-    while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
-        time.sleep(0.05)
-    return int(any(process.exitcode for process in ranks))
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
@@ -133,12 +132,8 @@ def _rank_main(job: Job, rank: int, world_size: int, folder: str) -> None:
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, _loopback())
-    dist.init_process_group(_backend(device), init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    try:
-        train_all(job, rank, world_size, device)
-    finally:
-        dist.destroy_process_group()
+        os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")  # the loopback
+    _in_group(job, rank, world_size, device, f"file://{folder}/store")
 
 
 def _device(job: Job, local_rank: int) -> torch.device:
@@ -147,11 +142,3 @@ def _device(job: Job, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _loopback() -> str:
-    return "lo" if sys.platform == "linux" else "lo0"

@@ -65,7 +65,8 @@ def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
     for name, axes in zip(names, rows, strict=True):
         runs = [r for r in records if r["optimizer"] == name]
         seen = [r for r in runs if "layers" in r]
-        kinds = [_kind(layer) for layer in seen[0]["layers"]["name"]]
+        # Layers that differ in the number of their block share a colour.
+        kinds = [".".join(p for p in layer.split(".") if not p.isdigit()) for layer in seen[0]["layers"]["name"]]
         colours = {kind: plt.get_cmap("tab20")(i % 20) for i, kind in enumerate(dict.fromkeys(kinds))}
         frozen = next((r["step"] for r in runs if r["phase"] == "compression"), None)
         for axis, (key, title) in zip(axes, _LAYER_PANELS, strict=True):
@@ -83,8 +84,3 @@ def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
     title = "one line per layer"
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8, title=title)
     save(figure, path)
-
-
-def _kind(layer: str) -> str:
-    """Return a layer's name without the number of its block: layers of one kind share a colour."""
-    return ".".join(part for part in layer.split(".") if not part.isdigit())

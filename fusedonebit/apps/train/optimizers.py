@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from ... import (
     policies,
     recording,
 )
-from ...comm import Topology, make_transport
-from ..averaged import Averaged
+from ...comm import Topology
+from ..averaged import AveragedAdamW
 
 Parameters = Iterable[tuple[str, Tensor]]
 
@@ -72,34 +72,9 @@ class Job:
     ddp: bool = False
 
     @property
-    def looked_at_every(self) -> int:
-        """Steps after which the model is evaluated, saved or done."""
-        return math.gcd(self.steps, self.eval_every, self.save_every)
-
-    @property
     def metrics(self) -> Path:
         """One JSON object per line and measured step."""
         return Path(self.out) / recording.METRICS
-
-
-class AveragedAdamW(Averaged, torch.optim.AdamW):
-    """The baseline: torch's fused AdamW after one fp32 all-reduce of all gradients."""
-
-    def __init__(self, params: Parameters, lr: float) -> None:
-        super().__init__(params, lr, **ADAM, fused=True)
-        self.transport = make_transport(None, self.param_groups[0]["params"][0].device)
-        self._updates = 0
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients over the ranks, then update."""
-        self._updates += 1
-        return super().step(closure)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the keys of ``OneBitAdam.stats`` that the display needs."""
-        sent, told = self.transport.traffic, {"phase": "uncompressed", "skipped_steps": 0, "freeze_step": None}
-        told |= {"step": self._updates, "bytes_step": sent.bytes_step, "bytes_fp32": sent.bytes_step}
-        return told | {"bytes_total": sent.bytes_total, "collectives_step": sent.collectives_step}
 
 
 def _freeze(job: Job) -> Freeze:
@@ -118,7 +93,7 @@ def _zero_one_adam(params: Parameters, lr: float, job: Job) -> torch.optim.Optim
     frozen, doubled = job.freeze_step, max(1, job.steps // 10)
     rounds = policies.DoublingRounds(after=2 * frozen, scaler=doubled, most=max(4, job.local_steps))
     variance = policies.DoublingVariance(scaler=max(16, 2 * frozen // 3), until=frozen)
-    aligned = policies.AlignedRounds(rounds, job.looked_at_every)
+    aligned = policies.AlignedRounds(rounds, math.gcd(job.steps, job.eval_every, job.save_every))
     return ZeroOneAdam(params, lr, **ADAM, variance_policy=variance, sync_policy=aligned)
 
 
@@ -142,28 +117,22 @@ def _baseline(params: Parameters, lr: float, job: Job, name: str) -> torch.optim
     return BaselineAdam(params, lr, **ADAM, aggregation=name, global_ratio=BASELINES[name], **wire)
 
 
-class Entry(NamedTuple):
-    """How an optimizer is made from named parameters, a learning rate and a ``Job``, and its usual learning rate."""
-
-    make: Callable[[Parameters, float, Job], Any]
-    lr: float
-
-
 BASELINES = {"psgd": 1.0, "signsgd": 1.0, "ef-signsgd": 1.0, "ssdm": 10.0, "cascading": 1.0}
 """Global ratio of each optimizer that Marsit is measured against; they are the lab's."""
 
-OPTIMIZERS = {
-    "adamw": Entry(lambda params, lr, job: AveragedAdamW(params, lr), 3e-3),
-    "onebit-adam": Entry(_onebit_adam, 3e-3),
-    "zero-one-adam": Entry(_zero_one_adam, 3e-3),
-    "onebit-lion": Entry(lambda params, lr, job: OneBitLion(params, lr, weight_decay=0.03), 1e-3),
-    "lamb": Entry(lambda params, lr, job: Lamb(params, lr, **LAMB), 2e-2),
-    "onebit-lamb": Entry(_onebit_lamb, 2e-2),
-    "onebit-lamb-frozen": Entry(partial(_onebit_lamb, adaptive=False), 2e-2),
-    "marsit": Entry(_marsit, 3e-3),
-    **{name: Entry(partial(_baseline, name=name), 3e-3) for name in BASELINES},
+OPTIMIZERS: dict[str, tuple[Callable[[Parameters, float, Job], Any], float]] = {
+    "adamw": (lambda params, lr, job: AveragedAdamW(params, lr, **ADAM, fused=True), 3e-3),
+    "onebit-adam": (_onebit_adam, 3e-3),
+    "zero-one-adam": (_zero_one_adam, 3e-3),
+    "onebit-lion": (lambda params, lr, job: OneBitLion(params, lr, weight_decay=0.03), 1e-3),
+    "lamb": (lambda params, lr, job: Lamb(params, lr, **LAMB), 2e-2),
+    "onebit-lamb": (_onebit_lamb, 2e-2),
+    "onebit-lamb-frozen": (partial(_onebit_lamb, adaptive=False), 2e-2),
+    "marsit": (_marsit, 3e-3),
+    **{name: (partial(_baseline, name=name), 3e-3) for name in BASELINES},
 }
-"""By name; each optimizer has ``stats()``."""
+"""How each is made from named parameters, a learning rate and a ``Job``, and its usual learning rate; all have
+``stats()``."""
 
 FREEZE = ("onebit-adam", "onebit-lamb", "onebit-lamb-frozen")
 """Those that send floats until they freeze."""

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import Recorder, ddp, recording
+from ... import Recorder, ddp
 from ...comm import Topology, torus_rows
 from ..corpus import Corpus, load_text
 from ..parsing import InputError, installed
@@ -30,7 +29,8 @@ LAYER_RECORDS = 100  # of what is told of each layer, in a run
 def train_all(job: Job, rank: int, world_size: int, device: torch.device) -> None:
     """Train each of the job's optimizers; rank 0 writes and shows what happens."""
     corpus = Corpus(load_text(job.text), job.seq_len)
-    with Display(job.steps, enabled=rank == 0, compares=len(job.optimizers) > 1) as display:
+    display = Display(job.steps, enabled=rank == 0, compares=len(job.optimizers) > 1)
+    with display.bars:
         for name in job.optimizers:
             Run(job, name, corpus, display, rank, world_size, device).train()
 
@@ -170,13 +170,10 @@ def latest_step(job: Job, name: str, world_size: int) -> int:
     return 0
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the records of a metrics file; a last line cut short is passed over."""
-    return (record for _, record in recording.read_lines(path) if record is not None)
-
-
 def check(job: Job, world_size: int) -> None:
     """Raise InputError for what can't work, before any process is started."""
+    if job.model not in SIZES:
+        raise InputError(f"--model must be one of {', '.join(SIZES)}, got {job.model!r}")
     if job.topology == "auto" and not installed("apps/plan"):
         raise InputError("--topology auto needs fusedonebit plan, which is not installed")
     in_rounds = [name for name in job.optimizers if name in AGREE_IN_ROUNDS]

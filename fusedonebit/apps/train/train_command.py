@@ -55,19 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
     need("rich")
     if arguments.stray:
         raise InputError(f"train takes flags alone, got {arguments.stray[0]!r}; files or folders to learn: --text PATH")
+    names = listed(arguments.compare) or [arguments.optimizer]
     if os.environ.get("RANK", "0") == "0":  # torch alone takes a second or two, in this process and then in each rank
-        print(f"starting {_started(arguments)}", file=sys.stderr, flush=True)
+        count = int(os.environ.get("WORLD_SIZE", arguments.nproc))
+        print(f"starting {' and '.join(names)} on {count} process{'es' * (count > 1)}", file=sys.stderr, flush=True)
     from . import launch
-    from .optimizers import Job
+    from .optimizers import OPTIMIZERS, Job
     from .run import check
 
+    for name in names:
+        if name not in OPTIMIZERS:
+            flag = "--compare" if arguments.compare else "--optimizer"
+            raise InputError(f"{flag} must be of {', '.join(OPTIMIZERS)}, got {name!r}")
     nproc = _world_size(arguments.nproc, arguments.device)
     given = vars(arguments).copy()
     for key in ("command", "optimizer", "compare", "nproc", "text", "freeze_step", "stray"):
         del given[key]
-    _check_model(arguments.model)
     job = Job(
-        optimizers=_names(arguments),
+        optimizers=tuple(names),
         text=tuple(arguments.text),
         freeze_step=max(1, arguments.steps // 5) if arguments.freeze_step is None else arguments.freeze_step,
         lr_warmup_steps=max(1, arguments.steps // 20),
@@ -76,12 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     check(job, nproc)
     return launch.run(job, nproc)
-
-
-def _started(arguments: argparse.Namespace) -> str:
-    names = " and ".join(listed(arguments.compare)) if arguments.compare else arguments.optimizer
-    count = int(os.environ.get("WORLD_SIZE", arguments.nproc))
-    return f"{names} on {count} process{'es' * (count > 1)}"
 
 
 def _world_size(nproc: int, device: str) -> int:
@@ -94,24 +93,6 @@ def _world_size(nproc: int, device: str) -> int:
     if device != "cpu" and torch.cuda.is_available() and nproc > torch.cuda.device_count():
         raise InputError(f"--nproc must be at most the number of GPUs, {torch.cuda.device_count()}, got {nproc}")
     return nproc
-
-
-def _names(arguments: argparse.Namespace) -> tuple[str, ...]:
-    from .optimizers import OPTIMIZERS
-
-    names = listed(arguments.compare) if arguments.compare else [arguments.optimizer]
-    for name in names:
-        if name not in OPTIMIZERS:
-            flag = "--compare" if arguments.compare else "--optimizer"
-            raise InputError(f"{flag} must be of {', '.join(OPTIMIZERS)}, got {name!r}")
-    return tuple(names)
-
-
-def _check_model(name: str) -> None:
-    from ..transformer import SIZES
-
-    if name not in SIZES:
-        raise InputError(f"--model must be one of {', '.join(SIZES)}, got {name!r}")
 
 
 def _freeze_step(text: str) -> int | str:
