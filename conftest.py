@@ -110,10 +110,10 @@ def _rank_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def torch_alone() -> Iterator[Any]:
-    """Runs programs in forks of a process that has imported torch alone; see ``fresh.Torch``."""
+    """Runs programs in forks of a process that has imported torch alone; see ``fresh.Server``."""
     import fresh
 
-    with fresh.Torch() as server:
+    with fresh.Server() as server:
         yield server
 
 

@@ -1,8 +1,8 @@
 """Runs programs as a stranger does: in an interpreter that has imported nothing of this package, and nothing beside it.
 
-``Torch`` is one process that has imported torch, and what torch's own optimizers import, and nothing else. Each program
-runs in a fork of it: as fresh as a new interpreter, as far as this package is concerned, within milliseconds instead of
-the seconds that torch's import takes.
+``Server`` is one process that has run a first program, such as ``TORCH``: that imports torch, and what torch's own
+optimizers import, and nothing else. Each program runs in a fork of it: as fresh as a new interpreter, as far as this
+package is concerned, within milliseconds instead of the seconds that torch's import takes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 
-SERVER = """
-import json, os, runpy, signal, sys
+TORCH = """
 import torch, torch.distributed, torch.distributed.run
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 assert not [name for name in sys.modules if name.startswith("fusedonebit")]
+"""
+SERVER = """
+import json, os, runpy, signal, sys
+exec(sys.argv[1])
 print("ready", flush=True)
 
 def run(program, folder, rank, environment, seconds):
@@ -65,15 +68,16 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
-class Torch:
-    """Runs programs in forks of a process that has imported torch alone."""
+class Server:
+    """Runs programs in forks of a process that has run a ``first`` one."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = TORCH, **variables: str) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._server = subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, env=environment(), **pipes)
+        command = [sys.executable, "-c", SERVER, first]
+        self._server = subprocess.Popen(command, cwd=ROOT, env=environment() | variables, **pipes)
         assert self._server.stdout.readline() == "ready\n"
 
-    def __enter__(self) -> Torch:
+    def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,16 +90,20 @@ class Torch:
 
         AssertionError, with that, if one fails, or does not end in time.
         """
-        program = folder / "program.py"
-        program.write_text(code)
         shared: dict[str, str] = {}
         if ranks:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
             shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
         each = [shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}) for rank in range(ranks or 1)]
-        print(json.dumps([str(program), str(folder), each, seconds]), file=self._server.stdin, flush=True)
+        return "".join(self.at_once(code, folder, each, seconds))
+
+    def at_once(self, code: str, folder: Path, environments: list[dict[str, str]], seconds: int = 120) -> list[str]:
+        """Runs a program at the same time in processes with these variables as well; see ``run``."""
+        program = folder / "program.py"
+        program.write_text(code)
+        print(json.dumps([str(program), str(folder), environments, seconds]), file=self._server.stdin, flush=True)
         codes = json.loads(self._server.stdout.readline())
-        written = "".join(Path(f"{program}.{rank}.txt").read_text() for rank in range(len(each)))
-        assert not any(codes), f"ended with {codes}:\n{code}\n{written}"
+        written = [Path(f"{program}.{number}.txt").read_text() for number in range(len(environments))]
+        assert not any(codes), f"ended with {codes}:\n{code}\n{''.join(written)}"
         return written

@@ -14,9 +14,10 @@ from ranks import WORLD_SIZES, run_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
+from fusedonebit import MarsitSGD, Rounds
 from fusedonebit.apps.train.baseline_reducers import Cascading, ErrorFeedback, HopBaseline, MajorityVote, StochasticSign
 from fusedonebit.apps.train.baselines import AGGREGATIONS, BaselineAdam, BaselineSGD
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.comm import SimulatedGroup, TorchTransport, Transport
 from fusedonebit.triton_kernels import FlatLayout
 
 KINDS: dict[str, type[HopBaseline]] = {
@@ -222,32 +223,19 @@ def on_ranks(rank: int, transport: Transport, name: str, coding: str, kind: str,
 @pytest.mark.parametrize(("topology", "world_size"), [*(("ring", w) for w in (*WORLD_SIZES, 3)), ("torus", 4)])
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_parameters_are_bit_identical_after_every_round(name, topology, world_size):
-    for coding, kind in (("elias", "sgd"), ("fixed", "adam")):
+    """And the coding changes nothing but the bytes."""
+    found = {}
+    for coding, kind in (("elias", "sgd"), ("fixed", "sgd"), ("fixed", "adam")):
         prints = SimulatedGroup(world_size).run(lambda r, t, c=coding, k=kind: on_ranks(r, t, name, c, k, topology))
         for step, of_ranks in enumerate(zip(*prints, strict=True)):
             assert len(set(of_ranks)) == (1 if step % 2 else world_size)
         assert len(set(prints[0])) == 10
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize("name", ["signsgd", "ef-signsgd", "ssdm"])
-def test_the_coding_changes_nothing_but_the_bytes(name):
-    elias, fixed = (
-        SimulatedGroup(3).run(lambda r, t, coding=coding: on_ranks(r, t, name, coding, "sgd", "ring")[-1])
-        for coding in ("elias", "fixed")
-    )
-    assert elias == fixed
+        found[coding, kind] = prints
+    assert found["elias", "sgd"] == found["fixed", "sgd"] != found["fixed", "adam"]
 
 
 def aggregate_on_ranks(rank: int, world_size: int, name: str) -> list[Any]:
-    transport = torch_transport()
-    return aggregate(rank, transport, name, {}, 2)
-
-
-def torch_transport() -> Transport:
-    from fusedonebit.comm import TorchTransport
-
-    return TorchTransport(None, torch.device("cpu"))
+    return aggregate(rank, TorchTransport(None, torch.device("cpu")), name, {}, 2)
 
 
 @pytest.mark.long(but=3)
@@ -332,10 +320,7 @@ def test_elias_codes_are_shorter_for_ssdm_with_8_workers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"aggregation": "mean"},
-            "aggregation must be one of 'cascading', 'ef-signsgd', 'psgd', 'signsgd', 'ssdm'",
-        ),
+        ({"aggregation": "mean"}, "aggregation must be one of 'cascading', 'ef-signsgd', 'psgd', 'signsgd', 'ssdm'"),
         ({"aggregation": "ssdm", "coding": "huffman"}, "coding must be one of 'elias', 'fixed', got 'huffman'"),
         ({"aggregation": "ssdm", "seed": -1}, "seed must be an int >= 0, got -1"),
         ({"aggregation": "ssdm", "local_steps": 0}, "local_steps must be an int >= 1, got 0"),
@@ -380,24 +365,21 @@ def test_a_nonfinite_number_on_one_rank_skips_the_round_on_all(name):
     assert results[0][2] == results[1][2]
 
 
-def test_psgd_is_sgd_on_averaged_gradients():
-    def train(rank: int, transport: Transport) -> Tensor:
+def test_psgd_is_marsit_in_full_precision():
+    """Which is SGD on averaged gradients, as ``test_marsit_algorithm`` says."""
+
+    def train(rank: int, transport: Transport, name: str) -> Tensor:
         p = Parameter(torch.zeros(300))
-        optimizer = BaselineSGD([p], 0.1, aggregation="psgd", process_group=transport)
+        how: dict[str, Any] = {"aggregation": "psgd"} if name == "psgd" else {"rounds": Rounds(full_precision_every=1)}
+        make = BaselineSGD if name == "psgd" else MarsitSGD
+        optimizer = make([p], 0.1, process_group=transport, **how)
         for step in range(10):
             p.grad = torch.randn(300, generator=torch.Generator().manual_seed(rank + 10 * step))
             optimizer.step()
         return p.detach()
 
-    ours = SimulatedGroup(3).run(train)
-    p = Parameter(torch.zeros(300, dtype=torch.float64))
-    sgd = torch.optim.SGD([p], 0.1, momentum=0.9)
-    for step in range(10):
-        grads = [torch.randn(300, generator=torch.Generator().manual_seed(rank + 10 * step)) for rank in range(3)]
-        p.grad = torch.stack(grads).double().mean(0)
-        sgd.step()
-    for x in ours:
-        torch.testing.assert_close(x.double(), p.detach(), rtol=1e-6, atol=1e-6)
+    ours, marsits = (SimulatedGroup(3).run(lambda *of, name=name: train(*of, name)) for name in ("psgd", "marsit"))
+    assert all(map(torch.equal, ours, marsits))
 
 
 @pytest.mark.long

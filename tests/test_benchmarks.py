@@ -15,7 +15,7 @@ from ranks import run_ranks
 from benchmarks import deepspeed_peer, optimizers, page, registry
 from benchmarks.__main__ import RESULTS, main
 from benchmarks.kernels import KERNELS
-from benchmarks.pages import PERFORMANCE, tables_in
+from benchmarks.pages import PERFORMANCE
 from benchmarks.registry import CASES, DRY_RUN, Case, Report, Table
 from benchmarks.timing import alternate, summary
 
@@ -186,8 +186,7 @@ def test_deepspeeds_own_step_on_gloo_is_what_was_recorded_of_it():
     assert max(run_ranks(replay, 2)) <= 1e-6
 
 
-def test_the_pages_say_what_was_recorded():
-    assert tables_in(page.PAGE) == page.tables().strip()
+def test_the_page_of_performance_says_what_was_recorded():
     text = PERFORMANCE.read_text()
     found = {row["optimizer"]: row["x AdamW(fused)"] for row in page.records()["ranks"]["tables"][0]["rows"]}
     assert f"takes {found['OneBitAdam, native']:.2f} times fused AdamW's" in text

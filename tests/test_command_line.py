@@ -52,23 +52,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
-JUNK = (
-    "1e400",
-    "-1e400",
-    "nan",
-    "inf",
-    "-inf",
-    "-1",
-    "0",
-    "",
-    " ",
-    "x",
-    "1e-400",
-    "0x10",
-    "9" * 5000,
-    "9" * 29,
-    "1e999Gbps",
-)
+JUNK = ("1e400", "-1e400", "nan", "inf", "-inf", "-1", "0", "", " ", "x", "1e-400", "0x10", "1e999Gbps")
+JUNK += ("9" * 29, "9" * 5000)
 
 
 def numeric_options() -> dict[str, argparse.Action]:

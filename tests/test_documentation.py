@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import re
 import runpy
 import shlex
@@ -36,7 +35,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from launched import check_bytes, launched
+from fresh import Server
+from launched import TORCHRUN, check_bytes, ran
 from pages import BLOCKS, COMMANDS, FAST, PAGES, PARSE, ROOT, TABLES, Block, blocks_of, put_at_hand, source_of
 
 from fusedonebit.apps import cli
@@ -46,8 +46,6 @@ from fusedonebit.deepspeed.migrate.translate import translate
 
 CLONE = "fusedonebit"
 """The folder that the pages clone into."""
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 # ---------------------------------------------------------------- blocks that are not run
@@ -167,16 +165,26 @@ def test_the_papers_are_cited_in_full():
 @pytest.mark.parametrize(
     "page", [path for path, blocks in BLOCKS.items() if any(b.is_run for b in blocks)], ids=lambda path: path.stem
 )
-def test_the_programs_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path):
+def test_the_programs_of_a_page_run_one_after_the_other(page: Path, torch_alone: Server, tmp_path: Path):
     code = "\n".join(block.text for block in BLOCKS[page] if block.is_run)
     if not torch.cuda.is_available():
         code = code.replace('"cuda"', '"cpu"')
-    (tmp_path / "page.py").write_text(code)
     asked = re.search(r"^<!-- test: ranks (\d+) -->", page.read_text(), re.MULTILINE)
     ranks = int(asked[1]) if asked else 2 * ("init_process_group" in code)
-    printed = launched(tmp_path / "page.py", ranks, timeout=180)
+    printed = torch_alone.run(code, tmp_path, ranks, seconds=180)
     if page.name == "start.md":
         check_bytes(printed, messages=2)
+
+
+@pytest.mark.long(but=["MarsitSGD"])
+@pytest.mark.parametrize("optimizer", ["OneBitLamb", "MarsitSGD"])
+def test_quick_start_runs_with_another_optimizer(torch_alone: Server, tmp_path: Path, optimizer: str):
+    program, *others = (block.text for block in BLOCKS[ROOT / "docs/start.md"] if block.is_run)
+    (instead,) = (block for block in others if optimizer in block)
+    program, replaced = re.subn(r"optimizer = OneBitAdam\(.*\n", instead, program)
+    assert replaced == 1
+    assert f"optimizer = {optimizer}(" in program
+    check_bytes(torch_alone.run(program, tmp_path, 2), messages=1 if optimizer == "MarsitSGD" else 2)
 
 
 DIFFS = [block for blocks in BLOCKS.values() for block in blocks if block.language == "diff"]
@@ -188,13 +196,11 @@ if torch.distributed.get_rank() == 0:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("block", DIFFS, ids=lambda block: block.place)
-def test_both_sides_of_a_diff_run_and_the_new_one_sends_bits(block: Block, tmp_path: Path):
+def test_both_sides_of_a_diff_run_and_the_new_one_sends_bits(block: Block, torch_alone: Server, tmp_path: Path):
     changed = [line for line in block.text.splitlines() if line.startswith(("+", "-"))]
     assert len(changed) == 5, f"{block.place} promises five lines"
-    (tmp_path / "before.py").write_text(block.without("+"))
-    (tmp_path / "after.py").write_text(block.without("-") + TELL)
-    launched(tmp_path / "before.py", 2)
-    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", launched(tmp_path / "after.py", 2))]
+    torch_alone.run(block.without("+"), tmp_path, 2)
+    (sent,) = [int(n) for n in re.findall(r"(\d+) bytes sent", torch_alone.run(block.without("-") + TELL, tmp_path, 2))]
     assert 0 < sent < 2 * 4 * 650 / 2 / 10, "a tenth of what a ring of two sends of 650 floats"
 
 
@@ -317,8 +323,6 @@ def test_a_page_of_tables_says_which_command_writes_it(page: Path, monkeypatch: 
 
 TRAININGS = [line for _, line in COMMANDS if re.match(r"fusedonebit (train|lab)|torchrun .*-m fusedonebit", line)]
 
-"""Appended to a training command, where the last one counts."""
-
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
@@ -329,8 +333,7 @@ def test_a_training_command_runs(command: str, at_hand: Path):
     fast = FAST if "train" in arguments else []
     if "--freeze-step" in arguments:
         fast = [*fast, "--freeze-step", "6"]
-    result = subprocess.run([*launcher, *arguments, *fast], capture_output=True, text=True, env=ENVIRONMENT)
-    assert result.returncode == 0, result.stderr
+    ran([*launcher, *arguments, *fast])
 
 
 def test_the_list_of_promises_names_every_file_of_tests():

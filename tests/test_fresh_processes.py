@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pages
 import pytest
 import torch
-from fresh import ROOT, Torch, environment
+from fresh import ROOT, Server, environment
 
 import fusedonebit
 
@@ -334,16 +334,37 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.long(but=SAMPLE)
 @pytest.mark.parametrize("name", CASES)
-def test_it_works_alone(name: str, torch_alone: Torch, folder: Path):
+def test_it_works_alone(name: str, torch_alone: Server, folder: Path):
     torch_alone.run(CASES[name].code, folder, CASES[name].ranks)
+
+
+def new_interpreter(folder: Path, *arguments: str) -> None:
+    program = [sys.executable, *arguments]
+    ended = subprocess.run(program, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.long(but=["migrate"])
 @pytest.mark.parametrize("name", ["train", "report", "plan", "migrate"])
 def test_a_command_runs_in_a_new_interpreter(name: str, folder: Path):
-    program = [sys.executable, "-m", "fusedonebit", *shlex.split(COMMANDS[name])]
-    ended = subprocess.run(program, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    new_interpreter(folder, "-m", "fusedonebit", *shlex.split(COMMANDS[name]))
+
+
+LIGHT = """
+import sys, fusedonebit
+slow = {"torch.distributed.checkpoint", "torch._dynamo", "triton", "matplotlib", "rich"} & set(sys.modules)
+assert not slow, slow
+assert {"dcp", "ddp", "amp", "deepspeed", "policies", "Recorder"} <= set(dir(fusedonebit))
+try:
+    fusedonebit.nothing
+except AttributeError as error:
+    assert str(error) == "module 'fusedonebit' has no attribute 'nothing'"
+"""
+
+
+@pytest.mark.long
+def test_an_import_takes_nothing_slow_and_names_what_there_is(folder: Path):
+    new_interpreter(folder, "-c", LIGHT)
 
 
 def test_every_public_name_is_used():

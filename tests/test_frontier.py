@@ -8,65 +8,50 @@ from collections import Counter
 import pytest
 
 from benchmarks import frontier, lab_page
-from benchmarks.frontier import (
-    BUDGETS,
-    LEAST,
-    NOMINAL,
-    OURS,
-    POINTS,
-    SELDOM,
-    TASKS,
-    Point,
-    affordable,
-    best,
-    front,
-    points,
-    verdict,
-    verdicts,
-)
+from benchmarks.frontier import OURS
 from benchmarks.lab.contenders import CONTENDERS, UntilEvaluated
 from benchmarks.lab.records import Records
 from benchmarks.lab.tasks import TASKS as ALL_TASKS
-from benchmarks.pages import DOCS, tables_in
+from benchmarks.pages import DOCS
 from fusedonebit.optim.policies import Progress
 
 MINE, OTHER = OURS[0], "int8"
 
 
-def point(name: str, spent: float, worse: float, error: float = 0.5) -> Point:
-    return Point(name, spent, worse, error)
+def point(name: str, spent: float, worse: float, error: float = 0.5) -> frontier.Point:
+    return frontier.Point(name, spent, worse, error)
 
 
 def test_there_are_40_points_of_known_optimizers_on_noisy_tasks():
-    assert len(POINTS) == len(set(POINTS)) >= 40
-    assert set(POINTS) <= CONTENDERS.keys()
-    assert not any(ALL_TASKS[task].noiseless for task in TASKS)
+    assert len(frontier.POINTS) == len(set(frontier.POINTS)) >= 40
+    assert set(frontier.POINTS) <= CONTENDERS.keys()
+    assert not any(ALL_TASKS[task].noiseless for task in frontier.TASKS)
 
 
 def test_a_front_has_what_beats_all_that_spends_no_more():
     found = [point("a", 0.1, 5.0), point("b", 0.2, 7.0), point("c", 0.3, 1.0), point("d", 0.4, math.inf)]
-    assert [p.name for p in front(found)] == ["a", "c"]
-    assert front([]) == []
+    assert [p.name for p in frontier.front(found)] == ["a", "c"]
+    assert frontier.front([]) == []
 
 
 def test_the_best_of_a_budget_spends_no_more_and_did_not_diverge():
     found = [point(MINE, 0.2, 3.0), point(OTHER, 0.2, 2.0), point(MINE, 0.5, 1.0), point(OTHER, 0.1, math.inf)]
-    assert best(found, 0.2, ours=True) == found[0]
-    assert best(found, 0.5, ours=True) == found[2]
-    assert best(found, 0.1, ours=False) is None
+    assert frontier.best(found, 0.2, ours=True) == found[0]
+    assert frontier.best(found, 0.5, ours=True) == found[2]
+    assert frontier.best(found, 0.1, ours=False) is None
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "told"), [(1.0, 2.0, "best"), (2.0, 2.0, "tie"), (2.7, 2.0, "tie"), (2.8, 2.0, "lost")]
 )
 def test_ours_wins_within_one_standard_error_of_the_difference(mine, theirs, told):
-    assert verdict([point(MINE, 0.1, mine), point(OTHER, 0.1, theirs)], 0.1) == told
+    assert frontier.verdict([point(MINE, 0.1, mine), point(OTHER, 0.1, theirs)], 0.1) == told
 
 
 def test_who_alone_affords_a_budget_is_unopposed_which_is_no_win():
-    assert verdict([point(MINE, 0.1, 9.0), point(OTHER, 0.2, 1.0)], 0.1) == "unopposed"
-    assert verdict([point(OTHER, 0.1, 9.0)], 0.1) == "lost"
-    assert verdict([point(OTHER, 0.2, 9.0)], 0.1) is None
+    assert frontier.verdict([point(MINE, 0.1, 9.0), point(OTHER, 0.2, 1.0)], 0.1) == "unopposed"
+    assert frontier.verdict([point(OTHER, 0.1, 9.0)], 0.1) == "lost"
+    assert frontier.verdict([point(OTHER, 0.2, 9.0)], 0.1) is None
 
 
 def test_the_table_of_verdicts_tells_and_counts_them_apart(monkeypatch):
@@ -75,7 +60,7 @@ def test_the_table_of_verdicts_tells_and_counts_them_apart(monkeypatch):
     found = sorted([*mine, *theirs], key=lambda each: each.spent)
     monkeypatch.setattr(frontier, "TASKS", ("mlp",))
     monkeypatch.setattr(frontier, "points", lambda records, task, workers: found)
-    head, row = verdicts(None, 4, [0.05, 0.1, 0.2, 0.4, 0.8])
+    head, row = frontier.verdicts(None, 4, [0.05, 0.1, 0.2, 0.4, 0.8])
     assert head == ["task", "0.05 B", "0.1 B", "0.2 B", "0.4 B", "0.8 B", "budgets"]
     assert row == [
         "mlp",
@@ -97,8 +82,8 @@ def test_long_rounds_are_cut_only_where_a_run_is_evaluated():
 
 
 def test_budgets_are_those_that_were_set_before_the_first_run():
-    assert BUDGETS == (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
-    assert NOMINAL == (0.27, 1.1, 2.1, 4.0)
+    assert frontier.BUDGETS == (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
+    assert frontier.NOMINAL == (0.27, 1.1, 2.1, 4.0)
     assert frontier.SEEDS == {4: 3, 16: 5}
 
 
@@ -110,7 +95,7 @@ def test_methods_that_synchronise_seldom_have_their_own_table(monkeypatch):
     assert head == ["task", "budget", "1-bit LoCo", "0/1 Adam", "DiLoCo", "SparseLoCo"]
     assert least[2:] == ["onebit-loco-32 +9.0 ± 0.5 %", "**zero-one-adam-own-32 +8.0 ± 0.5 %**", "", ""]
     assert most[1:2] + most[4:] == ["0.1 B", "**diloco-64 +7.0 ± 0.5 %**", ""]
-    assert verdict(found[:1], 0.1) is None
+    assert frontier.verdict(found[:1], 0.1) is None
 
 
 # ---------------------------------------------------------------- what was recorded
@@ -122,12 +107,12 @@ LOCO = {4: 10, 16: 15}
 """Of 18 tasks and least budgets, those in which 1-bit LoCo is the best that synchronises seldom, by workers."""
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", frontier.TASKS)
 def test_each_method_was_run_at_its_own_rate_on_each_task(task):
-    found = points(RECORDS, task)
+    found = frontier.points(RECORDS, task)
     ran = {p.name for p in found}
     print(f"{task}: {len(ran)} points between {found[0].spent:.3f} and {found[-1].spent:.2f} bytes")
-    assert set(POINTS) <= ran
+    assert set(frontier.POINTS) <= ran
     assert found[0].spent <= 0.02
     assert found[-1].spent > 3.99  # bf16's
 
@@ -135,14 +120,14 @@ def test_each_method_was_run_at_its_own_rate_on_each_task(task):
 @pytest.mark.parametrize("workers", WON)
 def test_ours_wins_at_four_budgets_on_as_many_tasks_as_recorded(workers):
     won = {}
-    for task in TASKS:
-        found = points(RECORDS, task, workers)
-        told = [verdict(found, budget) for budget in BUDGETS]
+    for task in frontier.TASKS:
+        found = frontier.points(RECORDS, task, workers)
+        told = [frontier.verdict(found, budget) for budget in frontier.BUDGETS]
         won[task] = sum(each in ("best", "tie") for each in told)
-        lost = [f"{budget:g} B" for budget, each in zip(BUDGETS, told, strict=True) if each == "lost"]
-        print(f"{task}: best or tied at {won[task]} budgets of {len(BUDGETS)} (4 asked), lost at {lost}")
-    most = [task for task in TASKS if won[task] >= 4]
-    print(f"{workers} workers: {len(most)} of {len(TASKS)} tasks (4 asked): {', '.join(most)}")
+        lost = [f"{budget:g} B" for budget, each in zip(frontier.BUDGETS, told, strict=True) if each == "lost"]
+        print(f"{task}: best or tied at {won[task]} budgets of {len(frontier.BUDGETS)} (4 asked), lost at {lost}")
+    most = [task for task in frontier.TASKS if won[task] >= 4]
+    print(f"{workers} workers: {len(most)} of {len(frontier.TASKS)} tasks (4 asked): {', '.join(most)}")
     assert len(most) >= WON[workers]
     of_4 = f"With four workers these are {', '.join(f'`{task}`' for task in most[:-1])} and `{most[-1]}`."
     assert {4: of_4, 16: "on all six with sixteen"}[workers] in (DOCS / "frontier.md").read_text()
@@ -151,16 +136,13 @@ def test_ours_wins_at_four_budgets_on_as_many_tasks_as_recorded(workers):
 @pytest.mark.parametrize("workers", LOCO)
 def test_one_bit_loco_is_left_out_as_it_does_not_win_everywhere(workers):
     best_of: Counter[str] = Counter()
-    for task in TASKS:
-        found = points(RECORDS, task, workers)
-        for budget in LEAST:
-            each = {name: affordable(found, budget, names) for name, names in SELDOM.items()}
+    for task in frontier.TASKS:
+        found = frontier.points(RECORDS, task, workers)
+        for budget in frontier.LEAST:
+            each = {name: frontier.affordable(found, budget, names) for name, names in frontier.SELDOM.items()}
             there = {name: p for name, p in each.items() if p is not None}
             best_of[min(there, key=lambda name: there[name].worse)] += 1
-    print(f"{workers} workers, of {len(TASKS) * len(LEAST)} tasks and budgets of 0.1 B or less: {dict(best_of)}")
+    count = len(frontier.TASKS) * len(frontier.LEAST)
+    print(f"{workers} workers, of {count} tasks and budgets of 0.1 B or less: {dict(best_of)}")
     assert best_of["1-bit LoCo"] == LOCO[workers]
     assert not any(name.startswith("onebit-loco") for name in OURS)
-
-
-def test_the_page_says_what_was_recorded():
-    assert tables_in(frontier.PAGE) == frontier.tables(RECORDS).strip()

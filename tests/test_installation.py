@@ -75,26 +75,6 @@ def imported(python: Path, cwd: Path) -> Path:
     return Path(run(python, "-c", ALL, cwd=cwd).strip()).parent
 
 
-NAMED = """
-import sys, fusedonebit
-slow = {"torch.distributed.checkpoint", "torch._dynamo", "triton", "matplotlib", "rich"} & set(sys.modules)
-assert not slow, slow
-assert {"dcp", "ddp", "amp", "deepspeed", "policies", "Recorder"} <= set(dir(fusedonebit))
-fusedonebit.dcp.save, fusedonebit.dcp.load
-fusedonebit.ddp.attach, fusedonebit.amp.GradScaler, fusedonebit.policies.DoublingRounds, fusedonebit.Recorder
-fusedonebit.comm.CompressedAllReduce, fusedonebit.triton_kernels.using
-try:
-    fusedonebit.nothing
-except AttributeError as error:
-    print(error)
-"""
-
-
-@pytest.mark.long
-def test_a_clone_offers_what_the_readme_names_after_one_import(clone: Path):
-    assert run(sys.executable, "-c", NAMED, cwd=clone) == "module 'fusedonebit' has no attribute 'nothing'\n"
-
-
 def test_the_version_is_said_once_and_is_one_that_can_be_tagged():
     packaged = read_configuration(ROOT / "pyproject.toml")["project"]["version"]
     assert packaged == fusedonebit.__version__

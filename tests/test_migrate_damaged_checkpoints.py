@@ -11,9 +11,9 @@ from typing import Any
 import deepspeed_runs as ds
 import pytest
 import torch
+from ranks import run_ranks
 
 from fusedonebit import OneBitAdam, OneBitLamb
-from fusedonebit.comm import SimulatedGroup
 from fusedonebit.deepspeed import load_deepspeed
 
 SHAPE = ds.make()[0].shape
@@ -71,6 +71,10 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "without memory": (state("exp_avg", NUMBERS.to("meta")), "must be a dense tensor of .*, on meta"),
     "transposed": (state("exp_avg", NUMBERS.T), r"parameter 0 has shape \(32, 40\), this parameter \(40, 32\)"),
     "too long": (state("exp_avg_sq", torch.ones(1281)), "exp_avg_sq of parameter 0 has 1281 elements"),
+    "too short": (state("exp_avg", torch.zeros(7)), "exp_avg of parameter 0 has 7 elements, these parameters 1280"),
+    "no tensor": (state("exp_avg", 3), "exp_avg of parameter 0 in the checkpoint must be a tensor, got int"),
+    "LAMB's": (state("lamb_coeff_freeze", 0.5), "is of DeepSpeed's OneBitLamb, which OneBitAdam can't go on from"),
+    "ZeRO's": (lambda saved: ds.engine(None), "ZeRO and DeepSpeed's bf16 wrapper write it cut by rank"),
     "no variance": (without("exp_avg_sq"), "the checkpoint lacks the key 'exp_avg_sq'"),
     "no momentum": (without("exp_avg"), "a run before its first step"),
     "no step": (without("step"), "the checkpoint lacks the key 'step'"),
@@ -80,13 +84,19 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "half a step": (state("step", 2.5), "step of parameter 0 .* must be a whole number, got 2.5"),
     "step beyond all": (state("step", 10**400), "step of parameter 0 .* finite number >= 0, got 1000"),
     "step of two": (state("step", torch.ones(2)), "step of parameter 0 .* must be a number, got Tensor"),
+    "no states": (whole("state", {}), "a run before its first step"),
     "states in a list": (whole("state", [1, 2]), "state in the checkpoint must be a dict, got list"),
     "states of None": (whole("state", None), "state in the checkpoint must be a dict, got NoneType"),
     "state of an int": (whole("state", {0: 3, 1: 4}), "the state of parameter 0 .* must be a dict, got int"),
     "groups in a dict": (whole("param_groups", {}), "param_groups in the checkpoint must be a list, got dict"),
     "groups of None": (whole("param_groups", None), "param_groups in the checkpoint must be a list, got NoneType"),
+    "two groups": (
+        lambda saved: saved | {"param_groups": saved["param_groups"] * 2},
+        "the checkpoint has 2 parameter groups, this optimizer 1",
+    ),
     "group of an int": (whole("param_groups", [3]), "a group in the checkpoint must be a dict, got int"),
     "group without parameters": (whole("param_groups", [{"lr": 1.0}]), "the checkpoint lacks the key 'params'"),
+    "too few parameters": (group("params", [0]), "the checkpoint's group 0 has 1 parameters, this optimizer's 2"),
     "params of an int": (group("params", 3), "params in the checkpoint must be a list, got int"),
     "params in lists": (group("params", [[0], [1]]), "params in the checkpoint must be a number, got list"),
     "a parameter twice": (group("params", [0, 0]), "exp_avg of parameter 1 has 1280 elements, these parameters 96"),
@@ -112,6 +122,7 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
         engine("ds_config", {"optimizer": {"params": {"freeze_step": -7}}}),
         "freeze_step of ds_config in the checkpoint must be a finite number >= 0, got -7",
     ),
+    "something else": (lambda saved: {"epoch": 3, "weights": 4}, "but its keys are epoch, weights"),
     "nothing": (lambda saved: {}, "must be of DeepSpeed's engine or optimizer"),
     "a model's weights": (lambda saved: {"layer.weight": NUMBERS}, "must be of DeepSpeed's engine or optimizer"),
     "other weights for the model": (engine("module", {"weight": NUMBERS}), "Error.s. in loading state_dict"),
@@ -151,37 +162,32 @@ def test_damaged_coefficient_of_lamb_is_named(key, value):
     assert optimizer.stats()["step"] == 0
 
 
-@pytest.mark.parametrize("how", ["NaN in the momentum", "negative variance", "lr of NaN", "states of None"])
-def test_damage_that_one_rank_sees_is_an_error_on_every_rank(how):
-    def each(rank: int, transport: Any) -> str:
-        params = ds.make()
-        saved = ds.by_hand(9, params, frozen=True)
-        if rank == 1:
-            saved = DAMAGED[how][0](saved) or saved
-        optimizer = OneBitAdam(params, freeze_step=FREEZE, process_group=transport)
-        try:
-            load_deepspeed(optimizer, saved)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "loaded"
-
-    said = SimulatedGroup(2, timeout=30).run(each)
-    assert all(re.search(DAMAGED[how][1], line) for line in said), said
+OTHERS: dict[str, tuple[Callable[[dict, int], Any], str]] = {
+    **{how: (lambda saved, rank, how=how: DAMAGED[how][0](saved) if rank else None, DAMAGED[how][1])
+       for how in ("NaN in the momentum", "negative variance", "lr of NaN", "states of None", "too short")},
+    "other moments": (
+        lambda saved, rank: saved["state"][1].update(exp_avg_sq=torch.full((96,), 1.0 + rank)),
+        "exp_avg_sq of parameter 1 is .* on rank 0 but .* on rank 1; load, on every rank",
+    ),
+    "other weights": (lambda saved, rank: ds.fused(saved, [p + rank for p in ds.make()]), "the checksum of master of"),
+}  # fmt: skip
+"""What ranks read, where one of them reads something else."""
 
 
-def test_ranks_that_read_other_moments_are_told_so():
-    def each(rank: int, transport: Any) -> str:
-        params = ds.make()
-        saved = ds.by_hand(9, params, frozen=True)
-        saved["state"][1]["exp_avg_sq"][3] += rank
-        optimizer = OneBitAdam(params, freeze_step=FREEZE, process_group=transport)
-        with pytest.raises(
-            ValueError, match=r"exp_avg_sq of parameter 1 is .* on rank 0 but .* on rank 1; load, on every rank"
-        ):
-            load_deepspeed(optimizer, saved)
-        return "refused"
+def loaded(rank: int, world_size: int, how: str) -> str:
+    params = ds.make()
+    saved = ds.by_hand(9, params, frozen=True)
+    try:
+        load_deepspeed(OneBitAdam(params, freeze_step=FREEZE), OTHERS[how][0](saved, rank) or saved)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
 
-    assert SimulatedGroup(2, timeout=30).run(each) == ["refused"] * 2
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_what_one_rank_reads_alone_is_an_error_on_every_rank(how):
+    said = run_ranks(loaded, 2, how)
+    assert all(re.search(OTHERS[how][1], line) for line in said), said
 
 
 @pytest.mark.parametrize(

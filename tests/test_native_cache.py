@@ -8,63 +8,46 @@ leaves a witness.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from fresh import Server
 from native_steps import steps
 
 from fusedonebit.triton_kernels import native, using
 
 pytestmark = pytest.mark.needs_compiler
 
-SERVER = """
-import json, os, signal, sys, tempfile, traceback, warnings
-from pathlib import Path
+LOADED = """
 import torch
 from native_steps import steps
-from fusedonebit.triton_kernels import native
 torch.set_num_threads(1)
 steps()  # in plain torch; imports what the first step does
-
-def child(asked):
-    signal.alarm(60)
-    out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(out, 1), os.dup2(out, 2)
-    os.chdir(asked["folder"])
-    os.umask(asked["umask"])
-    os.environ.clear()
-    os.environ.update(asked["environment"])
-    tempfile.tempdir = None
-    native._library.cache_clear()
-    native.compiler.cache_clear()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        told = steps()
-        if asked["then"]:
-            exec(asked["then"])
-            assert steps() == told
-    print(*told, *(warning.message for warning in warned), sep="\\n", flush=True)
-
-for line in sys.stdin:
-    pids = []
-    for asked in json.loads(line):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            try:
-                child(asked)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-    print(json.dumps([os.waitpid(pid, 0)[1] for pid in pids]), flush=True)
+"""
+TAKES_STEPS = """
+import os, tempfile, warnings
+from pathlib import Path
+from native_steps import steps
+from fusedonebit.triton_kernels import native
+os.chdir({folder!r})
+os.umask({umask})
+os.environ.clear()
+os.environ.update({environment!r})
+tempfile.tempdir = None
+native._library.cache_clear()
+native.compiler.cache_clear()
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    told = steps()
+    {then}
+    assert not {then!r} or steps() == told
+print(*told, *(warning.message for warning in warned), sep="\\n")
 """
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && echo "pretend 1" && exit
@@ -90,15 +73,9 @@ def eager_bits() -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-W", "ignore", "-c", SERVER]
-    environment = os.environ | {"CC": "no-such-compiler"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+def server() -> Iterator[Server]:
+    with Server(LOADED, CC="no-such-compiler", PYTHONPATH=os.environ["PYTHONPATH"], PYTHONWARNINGS="ignore") as server:
+        yield server
 
 
 class Libraries(NamedTuple):
@@ -125,8 +102,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
 class Machine:
     """A user's cache, compiler and temporary files, and processes there."""
 
-    def __init__(self, tmp_path: Path, server: subprocess.Popen[str], libraries: Libraries, bits: str) -> None:
-        self.path, self._server, self._libraries, self._bits = tmp_path, server, libraries, bits
+    def __init__(self, tmp_path: Path, programs: Path, server: Server, libraries: Libraries, bits: str) -> None:
+        self.path, self._programs, self._server = tmp_path, programs, server
+        self._libraries, self._bits = libraries, bits
         self.cache, self.temporary = tmp_path / "cache" / "fusedonebit", tmp_path / "temporary"
         self.compiler, self._builds, self._witness = tmp_path / "cc", tmp_path / "builds", tmp_path / "witness"
         self.compiler.write_text(COMPILER)
@@ -145,27 +123,14 @@ class Machine:
             "TMPDIR": str(self.temporary),
             "XDG_CACHE_HOME": str(self.cache.parent),
         } | environment
-        asked = {
-            "umask": umask,
-            "then": then,
-            "folder": str(self.path),
-            "environment": {name: value for name, value in changed.items() if value is not None},
-        }
-        outs = [self.path / f"out-{number}" for number in range(at_once)]
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps([asked | {"out": str(out)} for out in outs]) + "\n")
-        self._server.stdin.flush()
-        ended = json.loads(self._server.stdout.readline())
+        alone = {name: value for name, value in changed.items() if value is not None}
+        program = TAKES_STEPS.format(folder=str(self.path), umask=umask, environment=alone, then=then)
         warned = set()
-        for status, out in zip(ended, outs, strict=True):
-            told = out.read_text()
-            assert status == 0, f"ended with {status}: {told}"
+        for told in self._server.at_once(program, self._programs, [{}] * at_once, 60):
             backend, bits, *warnings = told.splitlines()
             assert backend == f"C, {self.compiler} (cpu)"
             assert bits == self._bits
             warned.add("\n".join(warnings))
-            out.unlink()
         assert not list(self.temporary.iterdir())
         (warning,) = warned
         return warning
@@ -189,8 +154,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, server: subprocess.Popen[str], libraries: Libraries, eager_bits: str) -> Machine:
-    return Machine(tmp_path, server, libraries, eager_bits)
+def machine(tmp_path: Path, tmp_path_factory, server: Server, libraries: Libraries, eager_bits: str) -> Machine:
+    return Machine(tmp_path, tmp_path_factory.mktemp("programs"), server, libraries, eager_bits)
 
 
 # ---------------------------------------------------------------- modes
@@ -210,43 +175,17 @@ def test_what_is_kept_is_its_users_alone_and_is_built_once(umask: int, machine: 
 # ---------------------------------------------------------------- files
 
 
-def to_planted(kept: Path) -> None:
-    kept.rename(kept.with_name("elsewhere"))
-    kept.symlink_to("elsewhere")
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
 
 
-def to_a_folder(kept: Path) -> None:
-    kept.unlink()
-    kept.symlink_to(kept.parent)
+def instead(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        make(path)
 
-
-def dangling(kept: Path) -> None:
-    kept.unlink()
-    kept.symlink_to("nothing")
-
-
-def a_pipe(kept: Path) -> None:
-    kept.unlink()
-    os.mkfifo(kept)
-
-
-def a_device(kept: Path) -> None:
-    kept.unlink()
-    os.mknod(kept, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero never ends
-
-
-def a_huge_file(kept: Path) -> None:
-    with open(kept, "r+b") as file:
-        file.truncate(1 << 42)
-
-
-def truncated(kept: Path) -> None:
-    with open(kept, "r+b") as file:
-        file.truncate(1000)
-
-
-def emptied(kept: Path) -> None:
-    kept.write_bytes(b"")
+    return change
 
 
 def one_bit_flipped(kept: Path) -> None:
@@ -255,29 +194,29 @@ def one_bit_flipped(kept: Path) -> None:
     kept.write_bytes(content)
 
 
-def writable_by_the_group(kept: Path) -> None:
-    kept.chmod(0o660)
+def of_another(path: Path) -> None:
+    os.chown(path, NOBODY, -1)
 
 
-def writable_by_all(kept: Path) -> None:
-    kept.chmod(0o606)
-
-
-def of_another(kept: Path) -> None:
-    os.chown(kept, NOBODY, -1)
-
-
-FILES = [
-    *((change, []) for change in (to_planted, to_a_folder, dangling, a_pipe, a_huge_file, truncated, emptied)),
-    *((change, []) for change in (one_bit_flipped, writable_by_the_group, writable_by_all)),
-    *((change, [as_root]) for change in (a_device, of_another)),
-]
-
+DEVICE = stat.S_IFCHR | 0o600, os.makedev(1, 5)  # /dev/zero never ends
+FILES: dict[str, Callable[[Path], None]] = {
+    "to_planted": linked,
+    "to_a_folder": instead(lambda kept: kept.symlink_to(kept.parent)),
+    "dangling": instead(lambda kept: kept.symlink_to("nothing")),
+    "a_pipe": instead(os.mkfifo),
+    "a_huge_file": lambda kept: os.truncate(kept, 1 << 42),
+    "truncated": lambda kept: os.truncate(kept, 1000),
+    "emptied": lambda kept: os.truncate(kept, 0),
+    "one_bit_flipped": one_bit_flipped,
+    "writable_by_the_group": lambda kept: kept.chmod(0o660),
+    "writable_by_all": lambda kept: kept.chmod(0o606),
+    "a_device": instead(lambda kept: os.mknod(kept, *DEVICE)),
+    "of_another": of_another,
+}
+BY_ROOT = ("a_device", "of_another")
 GRID = [
-    pytest.param(
-        change, umask, id=f"{change.__name__}-{oct(umask)}", marks=[*marks, *[pytest.mark.full] * (i % 4 != j)]
-    )
-    for i, (change, marks) in enumerate(FILES)
+    pytest.param(name, umask, marks=[*[as_root] * (name in BY_ROOT), *[pytest.mark.full] * (i % 4 != j)])
+    for i, name in enumerate(FILES)
     for j, umask in enumerate(UMASKS)
 ]
 """Each change with one umask, the others in `make test-full`."""
@@ -285,8 +224,8 @@ GRID = [
 
 @pytest.mark.long(but=6)
 @pytest.mark.parametrize(("change", "umask"), GRID)
-def test_a_file_of_others_or_a_damaged_one_is_built_again(change: Callable[[Path], None], umask: int, machine: Machine):
-    change(machine.plant(umask))
+def test_a_file_of_others_or_a_damaged_one_is_built_again(change: str, umask: int, machine: Machine):
+    FILES[change](machine.plant(umask))
     for _ in range(2):
         assert machine.run(umask=umask) == ""
         assert not machine.ran_what_was_planted()
@@ -332,48 +271,21 @@ def test_a_process_runs_on_when_its_loaded_file_is_changed(change: str, machine:
 # ---------------------------------------------------------------- folders
 
 
-def folder_is_a_link(folder: Path) -> None:
-    folder.rename(folder.parent / "elsewhere")
-    folder.symlink_to("elsewhere")
+FOLDERS: dict[str, Callable[[Path], None]] = {
+    "is_a_link": linked,
+    "dangles": instead(lambda folder: folder.symlink_to("nothing")),
+    "is_a_file": instead(Path.touch),
+    "is_a_pipe": instead(os.mkfifo),
+    "for_the_group": lambda folder: folder.chmod(0o770),
+    "for_all": lambda folder: folder.chmod(0o1777),
+    "of_another": of_another,
+}
 
 
-def folder_dangles(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.symlink_to("nothing")
-
-
-def folder_is_a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
-
-
-def folder_is_a_pipe(folder: Path) -> None:
-    shutil.rmtree(folder)
-    os.mkfifo(folder)
-
-
-def folder_for_the_group(folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def folder_for_all(folder: Path) -> None:
-    folder.chmod(0o1777)
-
-
-def folder_of_another(folder: Path) -> None:
-    os.chown(folder, NOBODY, -1)
-
-
-FOLDERS = [
-    *(folder_is_a_link, folder_dangles, folder_is_a_file, folder_is_a_pipe, folder_for_the_group, folder_for_all),
-    pytest.param(folder_of_another, marks=as_root),
-]
-
-
-@pytest.mark.parametrize("change", FOLDERS)
-def test_a_folder_others_may_write_to_is_unused_with_one_warning(change: Callable[[Path], None], machine: Machine):
+@pytest.mark.parametrize("change", [pytest.param(n, marks=[as_root] * (n in BY_ROOT)) for n in FOLDERS])
+def test_a_folder_others_may_write_to_is_unused_with_one_warning(change: str, machine: Machine):
     machine.plant()
-    change(machine.cache)
+    FOLDERS[change](machine.cache)
     before = sorted(machine.path.rglob("*"))
     warned = machine.run(umask=0o002)
     assert len(warned.splitlines()) == 1

@@ -14,7 +14,7 @@ from benchmarks.gpu import report
 from benchmarks.gpu.runner import Job, Stage
 from benchmarks.gpu.steps import PEERS
 from benchmarks.kernels import FULL, KERNELS
-from benchmarks.pages import PERFORMANCE, tables_in
+from benchmarks.pages import PERFORMANCE
 from benchmarks.scale_model import LAUNCHES
 
 RECORD = json.loads(model.RECORD.read_text())
@@ -47,8 +47,7 @@ def test_the_record_is_what_the_model_makes_of_its_counts():
     assert json.loads(json.dumps(model.record_of(COUNTED))) == RECORD
 
 
-def test_the_pages_say_what_the_records_say():
-    assert tables_in(page.PAGE) == page.tables(RECORD, MEASURED).strip()
+def test_the_page_of_performance_says_what_the_records_say():
     found = [row for row in page.compared(RECORD, MEASURED) if row["kernel"] is None]
     for size, told in (("340M", "At 340M parameters whole steps"), ("10M", "At 10M they")):
         more = [100 * (row["measured"] / row["predicted"] - 1) for row in found if row["size"] == size]

@@ -1,9 +1,10 @@
-"""What the report makes of many steps: nothing that matters may vanish."""
+"""What the report makes of many steps: nothing that matters may vanish, and what is good and what is bad is said."""
 
 from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from report_pages import record, write
 
 from fusedonebit.apps.pictures import METHODS, plt
 from fusedonebit.apps.report.charts import Pictures, rises, sent, styles
+from fusedonebit.apps.report.page import build
 from fusedonebit.apps.report.page_tables import layer_values, layers
 from fusedonebit.apps.report.read import Run, Series, read_runs
+from fusedonebit.apps.report.verdicts import baseline, judge, section
 
 
 def run_of(*records: dict, name: str = "one", label: str = "one") -> Run:
@@ -186,3 +189,84 @@ def test_runs_are_named_apart_by_as_much_path_as_it_takes(tmp_path: Path):
     assert [run.label for run in two] == ["x: adam", "x: lamb", "y: adam", "y: lamb"]
     same = read_runs([str(tmp_path / "a/x"), str(tmp_path / "b/x/metrics.jsonl")])
     assert [run.label for run in same] == ["a/x: adam", "a/x: lamb", "b/x: adam", "b/x: lamb"]
+
+
+# ---------------------------------------------------------------- good and bad
+
+
+def runs_of(folder: Path, *records: dict) -> list[Run]:
+    return read_runs([str(write(folder, records))])
+
+
+def texts(run: Run, base: Run | None = None) -> list[tuple[str, str]]:
+    return [(each.kind, each.text) for each in judge(run, base)]
+
+
+SAVED = ("good", "sent 1 kB, 32 times less than float32 gradients would have taken.")
+RISEN = "has a held-out loss 6.0% above its best, which was at step 4."
+GUARDED = "had 3 updates refused by the guard: they would have diverged."
+BEST = {"step": 4, "held_out_loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "told"),
+    [
+        ({}, {}, [SAVED]),
+        (
+            {"phase": "compression"},
+            {"bytes_total": 32000},
+            [("bad", "sent 32 kB, no fewer bytes than float32 gradients would have taken.")],
+        ),
+        (
+            {"phase": "warmup"},
+            {"phase": "warmup", "bytes_total": 32000},
+            [("bad", "has not compressed yet: all its 10 steps were warm-up.")],
+        ),
+        ({}, {"skipped_steps": 3}, [SAVED, ("bad", "skipped 3 of 10 steps: a gradient was no number.")]),
+        ({}, {"skipped_steps": 3, "vetoed_steps": 3}, [SAVED, ("bad", GUARDED)]),
+        ({}, {"loss": math.nan}, [("bad", "ended with a loss that is no number, at step 10."), SAVED]),
+        (BEST, {"held_out_loss": 1.049}, [SAVED]),
+        (BEST, {"held_out_loss": 1.06}, [SAVED, ("bad", RISEN)]),
+    ],
+    ids=str,
+)
+def test_a_run_is_judged_by_what_was_recorded(tmp_path: Path, first: dict, last: dict, told: list[tuple[str, str]]):
+    (run,) = runs_of(tmp_path, record(1) | first, record(10, **last))
+    assert texts(run) == told
+
+
+@pytest.mark.parametrize(
+    ("held_out", "kind", "where"),
+    [(2.018, "good", "0.9% above"), (2.04, "bad", "2.0% above"), (1.9, "good", "5.0% below")],
+)
+def test_runs_are_compared_at_the_last_step_of_both(tmp_path: Path, held_out: float, kind: str, where: str):
+    adamw, ours = runs_of(
+        tmp_path,
+        record(4, "adamw", phase="uncompressed", held_out_loss=2.0),
+        record(10, "adamw", phase="uncompressed", held_out_loss=1.0),
+        record(4, "ours", held_out_loss=held_out),
+    )
+    assert baseline(ours, [adamw, ours]) is adamw
+    assert (kind, f"has a held-out loss {where} that of adamw, at step 4.") in texts(ours, adamw)
+    assert texts(adamw, adamw) == []
+
+
+def test_a_baseline_is_the_only_uncompressed_run(tmp_path: Path):
+    here = runs_of(tmp_path / "here", record(1, "adamw", phase="uncompressed"), record(1, "ours"))
+    there = runs_of(tmp_path / "there", record(1, "lamb", phase="uncompressed"), record(1, "ours"))
+    (alone,) = runs_of(tmp_path / "alone", record(1, "ours"))
+    assert baseline(there[1], [*here, *there]) is there[0]
+    assert baseline(alone, [*here, alone]) is here[0]
+    assert baseline(alone, [*here, *there, alone]) is None
+    assert baseline(alone, [alone]) is None
+
+
+def test_names_of_runs_are_text_on_the_page(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # pages in milliseconds
+    runs = runs_of(tmp_path, record(1, "<script>"), record(10, "<script>"))
+    page = build(runs, "title")
+    assert section(runs) in page
+    assert "<b>&lt;script&gt;</b> sent 1 kB" in section(runs)
+    assert section(runs_of(tmp_path / "nothing", {"optimizer": "x", "step": 1})) == (
+        "<p>Nothing was recorded that can be judged.</p>"
+    )

@@ -18,7 +18,7 @@ class Goal(NamedTuple):
     """A number to meet.
 
     Attributes:
-        name: In ``tests/test_netlab_results.py``.
+        name: In ``tests/test_netlab.py``.
         text: In the page.
         wanted: At least.
         found: In the record.

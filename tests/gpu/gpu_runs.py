@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -69,6 +71,17 @@ class Run:
             self.set_gradients(step, nan=step == nan_at)
             self.optimizer.step()
         return [p.detach().clone() for p in self.params]
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Whoever waits for the device in here gets an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_equal(a: list[Tensor], b: list[Tensor]) -> None:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from gpu_runs import FREEZE, KINDS, Run, assert_equal, every_kind
+from gpu_runs import FREEZE, KINDS, Run, assert_equal, every_kind, without_waiting
 from torch import Tensor
 
 from fusedonebit import Lamb
@@ -91,42 +91,27 @@ def test_nccl_at_world_size_1_equals_a_run_without_collectives(device, shapes, n
     assert run.optimizer.stats()["collectives_step"] == 0  # one rank has nobody to talk to
 
 
-def _steps_without_waiting(run: Run) -> None:
+WAYS = ("global", "layer", "block", "rate on the device", "nccl")
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize(("kind", "how"), [*((kind, how) for kind in KINDS for how in WAYS), ("uncompressed", "")])
+def test_a_step_never_waits_for_the_device(device, shapes, request, kind, how):
+    options = dict(KINDS.get(kind, {"make": Lamb}))
+    if how == "nccl":
+        options["transport"] = request.getfixturevalue("nccl")()
+    elif how == "rate on the device":
+        options["lr"] = torch.tensor(1e-2, device=device)
+    elif how:
+        options["scale_scope"] = how
+    run = Run(device, shapes, **options)
     run.steps(0, FREEZE + 5)
-    assert run.optimizer.phase in ("uncompressed", "compression")
+    assert run.optimizer.phase == ("uncompressed" if kind == "uncompressed" else "compression")
     run.set_gradients(99)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         for _ in range(3):
             run.optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert run.optimizer.stats()["step"] == FREEZE + 8
-
-
-@pytest.mark.cuda_only
-@pytest.mark.parametrize("scope", ["global", "layer", "block"])
-@every_kind
-def test_a_compression_stage_step_never_waits_for_the_device(device, shapes, kind, scope):
-    _steps_without_waiting(Run(device, shapes, scale_scope=scope, **KINDS[kind]))
-
-
-@pytest.mark.cuda_only
-def test_a_step_of_lamb_never_waits_for_the_device(device, shapes):
-    _steps_without_waiting(Run(device, shapes, make=Lamb))
-
-
-@pytest.mark.cuda_only
-@every_kind
-def test_a_learning_rate_on_the_device_is_read_without_waiting(device, shapes, kind):
-    _steps_without_waiting(Run(device, shapes, lr=torch.tensor(1e-2, device=device), **KINDS[kind]))
-
-
-@pytest.mark.cuda_only
-@every_kind
-def test_compressed_steps_over_nccl_never_wait_for_the_device(device, shapes, nccl, kind):
-    _steps_without_waiting(Run(device, shapes, transport=nccl(), **KINDS[kind]))
 
 
 @pytest.mark.cuda_only
