@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from observe import fingerprint
-from optimizers import by_name, objects
+from observe import fingerprint, parameters
+from optimizers import by_name
+from sharded import make_mesh, shard
 from torch import Tensor, nn
 
 from fusedonebit import FusedOneBitWarning, MarsitSGD, OneBitAdam, OneBitLamb
@@ -25,18 +25,24 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 65), nn.ReLU(), nn.Linear(65, 1)).to(dtype)
 
 
+KINDS = {
+    "adam": by_name(OneBitAdam, freeze_step=FREEZE, guard="off"),
+    "lamb": by_name(OneBitLamb, freeze_step=FREEZE, guard="off"),
+    "marsit": by_name(MarsitSGD, momentum=0.9, full_precision_every=6),
+}
+
+
 def make(
-    name: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False, **options: Any
-) -> tuple[nn.Module, DistributedOptimizer]:
-    """Returns a model, of which the second layer may be frozen, and an optimizer of its parameters."""
+    name: str, dtype: torch.dtype = torch.float32, *, frozen: bool = False, shards: int = 0, **options: Any
+) -> tuple[Any, DistributedOptimizer]:
+    """Returns a model, of which the second layer may be frozen, and an optimizer of its parameters or shards."""
     model = network(dtype)
     model[2].requires_grad_(not frozen)
-    if name == "marsit":
-        given = {"lr": 1e-2, "momentum": 0.9, "full_precision_every": 6} | options
-        return model, MarsitSGD(model.parameters(), **objects(**given))
-    classes: dict[str, Callable[..., DistributedOptimizer]] = {"adam": by_name(OneBitAdam), "lamb": by_name(OneBitLamb)}
-    given = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off"} | options
-    return model, classes[name](model.parameters(), **given)
+    if shards:
+        mesh = make_mesh(dist.get_world_size() // shards, shards)
+        shard(model, mesh)
+        options |= {"process_group": mesh["replicate"]}
+    return model, KINDS[name](model.parameters(), **{"lr": 1e-2} | options)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -72,19 +78,13 @@ def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
 def conserved(optimizer: DistributedOptimizer) -> Tensor:
     """m + E + mean(e) of all parameters in units of the momentum; of Marsit the mean compensation."""
     if isinstance(optimizer, MarsitSGD):
-        total = torch.cat([optimizer.compensation(p).double().reshape(-1) for p in owners(optimizer)])
+        total = torch.cat([optimizer.compensation(p).double().reshape(-1) for p in parameters(optimizer)])
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total / dist.get_world_size()
     residual = torch.zeros_like(optimizer.algorithm.moments.exp_avg)
     optimizer.algorithm.exchange.reducer.take_residuals(residual)
     total = optimizer.algorithm.exchange.reducer.result().double() + residual.double()
-    parts = [
-        optimizer.frame.parameters.shaped(total, i, optimizer.frame.layout.offset(i))
-        for i in range(len(owners(optimizer)))
-    ]
+    places = [(i, optimizer.frame.layout.offset(i)) for i in range(len(parameters(optimizer)))]
+    parts = [optimizer.frame.parameters.shaped(total, i, at) for i, at in places]
     return torch.cat([optimizer.algorithm._in_momentum_units(part, i).reshape(-1) for i, part in enumerate(parts)])
-
-
-def owners(optimizer: DistributedOptimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -15,37 +15,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from observe import give_gradients
+from optimizers import MAKE, by_name
 from torch.nn import Parameter
 
-from fusedonebit import Faults, Lamb, MarsitSGD, OneBitAdam, OneBitLion, Rounds
+from fusedonebit import OneBitAdam
 
-OPTIMIZERS: dict[str, Callable[[list[Parameter]], Any]] = {
-    "lamb": lambda params: Lamb(params, 1e-3),
-    "warm-up": lambda params: OneBitAdam(params, 1e-3, freeze_step=1000),
-    "compression": lambda params: OneBitAdam(params, 1e-3, freeze_step=3, faults=Faults(guard="off")),
-    "marsit": lambda params: MarsitSGD(params, 1e-3, rounds=Rounds(full_precision_every=4)),
-    "lion": lambda params: OneBitLion(params, 1e-3),
-}
-
-
-def set_gradients(params: list[Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
+OPTIMIZERS = {name: MAKE[name] for name in ("Lamb", "OneBitAdam", "MarsitSGD", "OneBitLion")}
+OPTIMIZERS |= {"warm-up": by_name(OneBitAdam, freeze_step=1000)}
 
 
 def train(name: str, steps: int, rank: int, late: bool = False) -> None:
     params = [Parameter(torch.ones(30, 20)), Parameter(torch.ones(7))]
-    optimizer = OPTIMIZERS[name](params)
+    optimizer = OPTIMIZERS[name](params, lr=1e-3)
     for step in range(steps):
-        set_gradients(params, 1000 * rank + step)
+        give_gradients(optimizer, rank, step)
         if late and step == steps - 1:
             os.environ["LATE_THREADS"] = "50000"
             sys.setswitchinterval(1000.0)  # who computes in Python keeps the interpreter's lock

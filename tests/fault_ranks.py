@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from observe import fingerprint
+from observe import fingerprint, give_gradients, named
 from ranks import forked
 from torch import Tensor
 from torch.nn import Parameter
@@ -84,26 +84,14 @@ class Doomed(TorchTransport):
         other[:, :width] = tensor.view(len(other), -1)[:, :width]
         return other if tensor.dim() > 1 else other[0]
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        with self._around("all_to_all") as due:
-            if due and isinstance(self.fault.how, int):
-                received, sent = self._resized(received), self._resized(sent)
-            super().all_to_all(received, sent)
-
-    def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        with self._around("all_gather") as due:
-            if due and isinstance(self.fault.how, int):
-                gathered, sent = self._resized(gathered), self._resized(sent)
-            super().all_gather(gathered, sent)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        with self._around("all_reduce") as due:
+    def _call(self, collective: str, nbytes: int, *tensors: Tensor) -> None:
+        with self._around(collective) as due:
             if due and self.fault.when == "within":
-                dist.all_reduce(tensor, group=self.group, async_op=True)
+                dist.all_reduce(*tensors, group=self.group, async_op=True)
                 fall(self.fault)
             if due and isinstance(self.fault.how, int):
-                tensor = self._resized(tensor)
-            super().all_reduce(tensor)
+                tensors = tuple(map(self._resized, tensors))
+            super()._call(collective, nbytes, *tensors)
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
         with self._around("exchange") as due:
@@ -125,19 +113,13 @@ def fall(fault: Fault) -> None:
 # ---------------------------------------------------------------- training
 
 
-def make(name: str, transport: TorchTransport) -> tuple[DistributedOptimizer, list[Parameter]]:
+def make(name: str, transport: TorchTransport | None) -> tuple[DistributedOptimizer, list[Parameter]]:
     torch.manual_seed(0)
     params = [Parameter(torch.randn(shape)) for shape in ((40, 30), (7,))]
     if name == "onebit-adam":
         return OneBitAdam(params, 1e-3, freeze_step=3, process_group=transport, faults=Faults(guard="off")), params
-    return MarsitSGD(
-        params, 1e-2, rounds=Rounds(full_precision_every=4), topology=name, process_group=transport
-    ), params
-
-
-def set_gradients(params: list[Parameter], rank: int, step: int) -> None:
-    for i, p in enumerate(params):
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1 + rank + 10 * step + 1000 * i))
+    rounds = Rounds(full_precision_every=4)
+    return MarsitSGD(params, 1e-2, rounds=rounds, topology=name, process_group=transport), params
 
 
 def latest(folder: Path) -> int:
@@ -170,7 +152,7 @@ def train(rank: int, name: str, folder: Path, fault: Fault | None = None, victim
                 p.copy_(saved)
         optimizer.load_state_dict(state["optimizer"])
     for step in range(first, STEPS):
-        set_gradients(params, rank, step)
+        give_gradients(optimizer, rank, step)
         before, start = fingerprint(params), time.perf_counter()
         due = fault if fault is not None and step == fault.step and rank == victim else None
         try:
@@ -199,11 +181,7 @@ def autopsy(
     later = []
     # After an error that it has raised on all ranks an optimizer may go on: then a step here would wait for others.
     for call in (optimizer.step, optimizer.state_dict) if isinstance(error, CollectiveError) else ():
-        try:
-            call()
-            later.append("")
-        except Exception as again:
-            later.append(f"{type(again).__name__}: {again}")
+        later.append(": ".join(named(call)))
     return {
         "step": step,
         "kind": type(error).__name__,

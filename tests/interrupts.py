@@ -95,10 +95,9 @@ def at_line(number: int, what: Callable[[], object]) -> Iterator[list[int]]:
     def look(frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
         # Where a block of ``with`` ends tracers see its first line once more, at which Python raises nothing.
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
-            "with "
-        ):
+        if event == "line" and not line.startswith("with "):
             lines[0] += 1
             if lines[0] == number:
                 sys.settrace(None)

@@ -69,14 +69,16 @@ def train(
         optimizer.step()
 
 
+def made(**options: Any) -> tuple[nn.Sequential, OneBitAdam]:
+    model = net()
+    return model, OneBitAdam(model.named_parameters(), **options)
+
+
 # ---------------------------------------------------------------- arguments
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a_learning_rate_that_yaml_reads_as_text": ({"lr": "1e-3"}, r"lr must be a finite number >= 0, got '1e-3'"),
-    "a_learning_rate_for_each_group_in_a_list": (
-        {"lr": [1e-3, 1e-4]},
-        r"lr must be a finite number >= 0, got \[0.001, 0.0001\]",
-    ),
+    "a_learning_rate_for_each_group": ({"lr": [1e-3, 1e-4]}, r"lr must be a finite number >= 0, got \[0.001, 0.0001\]"),
     "a_negative_learning_rate": ({"lr": -1e-3}, r"lr must be a finite number >= 0, got -0.001"),
     "betas_swapped": (
         {"betas": (0.999, 0.9)},
@@ -120,8 +122,7 @@ ALONE |= {
 
 @alone(r"lr must be a finite number >= 0, got 'high' in group 0")
 def a_learning_rate_set_to_text_between_steps() -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
+    model, optimizer = made()
     train(model, optimizer, steps=1)
     optimizer.param_groups[0]["lr"] = "high"
     train(model, optimizer, steps=1)
@@ -129,59 +130,51 @@ def a_learning_rate_set_to_text_between_steps() -> None:
 
 @alone(r"freeze_step=0 needs a variance to freeze")
 def compression_from_the_first_step() -> None:
-    model = net()
-    train(model, OneBitAdam(model.parameters(), freeze_step=0))
+    train(*made(freeze_step=0))
 
 
 # ---------------------------------------------------------------- parameters
 
-
-@alone(r"params must be an iterable of tensors or of dicts, got Linear; pass its parameters\(\)")
-def a_model_instead_of_its_parameters() -> None:
-    OneBitAdam(nn.Linear(3, 2))
-
-
-@alone(r"params must be an iterable of tensors or of dicts, got Sequential; pass its parameters\(\)")
-def a_model_that_is_iterable() -> None:
-    OneBitAdam(net())
-
-
-@alone(r"empty parameter list.*a generator such as model.parameters\(\) can be read only once")
-def a_generator_read_before() -> None:
-    params = net().parameters()
-    sum(p.numel() for p in params)
-    OneBitAdam(params)
-
-
-@alone(r"must have a list of tensors under \"params\", got the keys \['lr'\]")
-def a_group_without_parameters() -> None:
-    OneBitAdam([{"params": net().parameters()}, {"lr": 1e-4}])
-
-
-@alone(r"learning_rate is no hyper-parameter of OneBitAdam, .*; did you mean lr\?")
-def a_group_with_the_names_of_another_library() -> None:
-    OneBitAdam([{"params": net().parameters(), "learning_rate": 1e-4}])
-
-
-@alone(r"some parameters appear in more than one parameter group")
-def a_parameter_in_two_groups() -> None:
-    model = net()
-    OneBitAdam([{"params": model.parameters()}, {"params": model[0].parameters()}])
-
-
-@alone(r"parameter 0 \(0.weight\) must be float32, bfloat16 or float16, got torch.float64; .*float\(\)")
-def a_model_in_float64() -> None:
-    OneBitAdam(net().double().named_parameters())
-
-
-@alone(r"parameter 0 must be float32, bfloat16 or float16, got torch.complex64; .*torch.view_as_complex")
-def a_complex_parameter() -> None:
-    OneBitAdam([Parameter(torch.randn(3, dtype=torch.cfloat))])
-
-
-@alone(r"parameter 0 must have memory, got a meta tensor; materialise the model first")
-def a_model_on_the_meta_device() -> None:
-    OneBitAdam(net().to("meta").parameters())
+PARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a_model_instead_of_its_parameters": (
+        lambda: nn.Linear(3, 2),
+        r"params must be an iterable of tensors or of dicts, got Linear; pass its parameters\(\)",
+    ),
+    "a_model_that_is_iterable": (
+        net,
+        r"params must be an iterable of tensors or of dicts, got Sequential; pass its parameters\(\)",
+    ),
+    "a_generator_read_before": (
+        lambda: (p for p in ()),
+        r"empty parameter list.*a generator such as model.parameters\(\) can be read only once",
+    ),
+    "a_group_without_parameters": (
+        lambda: [{"params": net().parameters()}, {"lr": 1e-4}],
+        r"must have a list of tensors under \"params\", got the keys \['lr'\]",
+    ),
+    "a_group_with_the_names_of_another_library": (
+        lambda: [{"params": net().parameters(), "learning_rate": 1e-4}],
+        r"learning_rate is no hyper-parameter of OneBitAdam, .*; did you mean lr\?",
+    ),
+    "a_parameter_in_two_groups": (
+        lambda: [{"params": part.parameters()} for model in [net()] for part in (model, model[0])],
+        r"some parameters appear in more than one parameter group",
+    ),
+    "a_model_in_float64": (
+        lambda: net().double().named_parameters(),
+        r"parameter 0 \(0.weight\) must be float32, bfloat16 or float16, got torch.float64; .*float\(\)",
+    ),
+    "a_complex_parameter": (
+        lambda: [Parameter(torch.randn(3, dtype=torch.cfloat))],
+        r"parameter 0 must be float32, bfloat16 or float16, got torch.complex64; .*torch.view_as_complex",
+    ),
+    "a_model_on_the_meta_device": (
+        lambda: net().to("meta").parameters(),
+        r"parameter 0 must have memory, got a meta tensor; materialise the model first",
+    ),
+}
+"""What the constructor is given as parameters, and what it says."""
+ALONE |= {name: (lambda params=params: OneBitAdam(params()), says) for name, (params, says) in PARAMETERS.items()}
 
 
 @alone(r"no parameter of this OneBitAdam requires gradients")
@@ -195,15 +188,13 @@ def values_of_a_state_dict_instead_of_parameters() -> None:
 
 @alone(r"parameter 0 \(0.weight\) was torch.float32 .* but now is torch.bfloat16 .*; move or cast the model first")
 def a_model_cast_after_the_optimizer_was_made() -> None:
-    model = net()
-    optimizer = OneBitAdam(model.named_parameters())
+    model, optimizer = made()
     train(model.bfloat16(), optimizer)
 
 
 @alone(r"parameter 2 \(2.weight\) was torch.float32 \(8, 8\).*|parameter 2 \(2.weight\) was .* but now is")
 def a_head_of_another_size_put_into_a_parameter() -> None:
-    model = net()
-    optimizer = OneBitAdam(model.named_parameters())
+    model, optimizer = made()
     model[2].weight.data = torch.randn(3, 9)
     model[2].weight.grad = torch.randn(3, 9)
     optimizer.step()
@@ -211,8 +202,7 @@ def a_head_of_another_size_put_into_a_parameter() -> None:
 
 @alone(r"step\(\) found no gradient of any parameter.*loss.backward\(\)")
 def no_backward_pass() -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
+    model, optimizer = made()
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(4, 6)).sum()
@@ -221,14 +211,12 @@ def no_backward_pass() -> None:
 
 @alone(r"step\(\) found no gradient of any parameter.*another model's")
 def an_optimizer_of_a_copy_of_the_model() -> None:
-    model, copy = net(), net()
-    train(model, OneBitAdam(copy.parameters()))
+    train(net(), made()[1])
 
 
 @alone(r"step\(\) found no gradient of any parameter.*zero_grad\(\)")
 def zero_grad_between_backward_and_step() -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
+    model, optimizer = made()
     train(model, optimizer, between=optimizer.zero_grad)
 
 
@@ -252,8 +240,7 @@ def a_layer_unfrozen_during_training() -> None:
 
 @alone(r"must be the folder of a complete checkpoint, but it does not exist")
 def a_checkpoint_that_is_not_there() -> None:
-    model = net()
-    dcp.load(model, OneBitAdam(model.parameters()), "nowhere")
+    dcp.load(*made(), "nowhere")
 
 
 @alone(r"add_param_group must be called before the freeze")
@@ -266,36 +253,33 @@ def a_group_added_after_the_warmup() -> None:
 
 @alone(r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`")
 def a_scheduler_before_the_optimizer() -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
+    model, optimizer = made()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     train(model, optimizer, between=schedule.step)
 
 
 @alone(r"a gradient on some rank was not finite after 0 updates")
 def a_loss_that_is_nan() -> None:
-    model = net()
-    train(model, OneBitAdam(model.parameters()), steps=1, between=lambda: model[0].weight.grad.fill_(float("nan")))
+    model, optimizer = made()
+    train(model, optimizer, steps=1, between=lambda: model[0].weight.grad.fill_(float("nan")))
 
 
 @alone(r"checkpoint")
 def a_checkpoint_of_another_model() -> None:
-    model, other = net(), nn.Linear(6, 3)
+    other = nn.Linear(6, 3)
     optimizer = OneBitAdam(other.parameters())
     train(other, optimizer)
-    OneBitAdam(model.parameters()).load_state_dict(optimizer.state_dict())
+    made()[1].load_state_dict(optimizer.state_dict())
 
 
 @alone(r"model must be wrapped in DistributedDataParallel, got Sequential")
 def attached_to_a_model_without_ddp() -> None:
-    model = net()
-    ddp.attach(model, OneBitAdam(model.parameters()))
+    ddp.attach(*made())
 
 
 @alone(r"the second backward pass has added its gradients to those of the first step: call optimizer.zero_grad\(\)")
 def no_zero_grad() -> None:
-    model = net()
-    optimizer = OneBitAdam(model.parameters())
+    model, optimizer = made()
     for _ in range(STEPS):
         model(torch.randn(16, 6)).square().mean().backward()
         optimizer.step()

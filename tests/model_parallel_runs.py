@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from observe import fingerprint
-from optimizers import MAKE, by_name
+from optimizers import MAKE, WAYS, by_name
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from fusedonebit import AdamW, Lamb, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
-from fusedonebit.optim.policies import FixedRounds
+from fusedonebit import AdamW, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 LR, MOST = 1e-2, 0.5
 WHOLE = {"up.weight": (24, 10), "up.bias": (24,), "down.weight": (10, 24), "down.bias": (10,), "norm.weight": (10,)}
@@ -23,10 +22,8 @@ CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
 KINDS: dict[str, Any] = MAKE | {
     "OneBitAdam, auto": by_name(OneBitAdam, freeze_step="auto"),
-    "OneBitAdam, living": by_name(OneBitAdam, variance="shared", guard="off"),
-    "OneBitLamb, living": by_name(OneBitLamb, variance="shared", guard="off"),
-    "OneBitLion, mean": by_name(OneBitLion, aggregation="mean"),
-    "ZeroOneAdam, own, rounds of 3": by_name(ZeroOneAdam, sync_policy=FixedRounds(3)),
+    **{name: WAYS[name] for name in ("OneBitAdam, living", "OneBitLamb, living", "OneBitLion, mean")},
+    "ZeroOneAdam, own, rounds of 3": WAYS["ZeroOneAdam, own, rounds of 3"],
 }
 EACH = pytest.mark.parametrize("name", KINDS)
 QUIET = pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
@@ -83,6 +80,12 @@ def expected_norm(optimizer: Any, step: int, replica: int) -> float:
 def give(params: dict[str, Parameter], step: int, replica: int, t: int) -> None:
     for name, whole in gradients(step, replica).items():
         params[name].grad = part(name, whole, t)
+
+
+def train(params: dict[str, Parameter], optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        give(params, step, rank // 2, rank % 2)
+        optimizer.step()
 
 
 def alike(params: dict[str, Parameter]) -> str:

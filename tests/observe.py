@@ -1,10 +1,10 @@
-"""Reads an optimizer's state from outside, by what is public, as flat NumPy vectors."""
+"""Gives optimizers random gradients, and reads their state from outside, by what is public."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,19 @@ def flat(tensors: Sequence[Tensor]) -> np.ndarray:
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def give_gradients(optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """Set gradients that no other rank or step has."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    for p in parameters(optimizer):
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> None:
+    for step in steps:
+        give_gradients(optimizer, rank, step)
+        optimizer.step()
 
 
 def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
@@ -133,6 +146,12 @@ def caught(call: Callable[[], object]) -> tuple[type | None, str]:
     except Exception as error:
         return type(error), str(error)
     return None, ""
+
+
+def named(call: Callable[[], object]) -> tuple[str, str]:
+    """The type's name and the text of what ``call`` raises; "" if nothing."""
+    kind, text = caught(call)
+    return "" if kind is None else kind.__name__, text
 
 
 def through_a_file(thing: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 from fusedonebit import (
     AdamW,
@@ -93,6 +94,8 @@ PAPER |= {"variance_floor": 0.0, "guard": "off"}
 # ten times the last uncompressed one, and the guard rightly refuses them. Tests of something else turn it off.
 UNGUARDED: dict[str, Any] = {"guard": "off"}
 
+EVERY = (AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
+
 MAKE: dict[str, Callable[..., Any]] = {
     "OneBitAdam": by_name(OneBitAdam, freeze_step=2, guard="off"),
     "OneBitLamb": by_name(OneBitLamb, freeze_step=2, guard="off"),
@@ -123,6 +126,15 @@ WAYS: dict[str, Callable[..., Any]] = MAKE | {
     "MarsitAdam, owner, rounds of 2": by_name(MarsitAdam, topology="owner", local_steps=2, full_precision_every=3),
 }
 """Every optimizer in each way that makes other steps of it: other variances, votes, scales, rounds of several steps."""
+
+ALIVE: dict[str, Callable[..., Any]] = WAYS | {
+    "OneBitAdam, auto": by_name(OneBitAdam, freeze_step="auto"),
+    "OneBitAdam, guarded": by_name(OneBitAdam, freeze_step=2, max_grad_norm=1.0, ternary=True),
+    "OneBitAdam, overlap": by_name(OneBitAdam, freeze_step=2, guard="off", overlap=True),
+    "OneBitLamb, frozen": by_name(OneBitLamb, freeze_step=2, guard="off", adaptive=False),
+    "AdamW": torch.optim.AdamW,
+}
+"""Those, others that hold on to other objects, and torch's, for what is no matter of a step: copies, memory."""
 
 EACH_ONEBIT = pytest.mark.parametrize("name", ONEBIT)
 

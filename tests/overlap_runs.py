@@ -8,12 +8,9 @@ import torch
 from optimizers import objects
 from torch import Tensor, nn
 
-from fusedonebit import (
-    OneBitAdam,
-)
+from fusedonebit import OneBitAdam
 
 FREEZE, STEPS = 4, 12
-
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "freeze_step": FREEZE, "guard": "off", "block_size": 128, "buckets": 3}
 
 
@@ -33,9 +30,7 @@ def some_gradients(params: list[Tensor], rank: int, step: int) -> list[Tensor]:
     ]
 
 
-def free(
-    rank: int, sizes: tuple[int, ...] = (900, 40, 700, 1), **options: Any
-) -> tuple[list[nn.Parameter], OneBitAdam]:
+def free(rank: int, **options: Any) -> tuple[list[nn.Parameter], OneBitAdam]:
     """Parameters without a model; the last bucket has the last two of them."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((900,), (40,), (350, 2), (1,))]

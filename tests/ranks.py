@@ -62,11 +62,7 @@ _POOL = _Pool()
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 120.0,
-    group_timeout: float = 60.0,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, group_timeout: float = 60.0
 ) -> list[Any]:
     """Calls ``function(rank, world_size, *args)`` on every rank; returns what each returned."""
     connections = _POOL.grow(world_size)

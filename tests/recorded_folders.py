@@ -3,21 +3,15 @@
 What ``data/folders`` has, these wrote, each with the torch that its name says::
 
     PYTHONPATH=tests:tests/wire python3.11 tests/recorded_folders.py    # python3.11.7-torch2.13.0.tar.xz
-    python3.13 tests/recorded_folders.py --pickle                       # without torch: python3.13.0.metadata.xz
 
-The second writes only ``.metadata`` anew, that of the folder of ``WHOLE``, by stand-ins of torch's classes: what else
-is in a folder depends on no Python. Initial values and gradients are those of ``recorded_checkpoints``, the same on
-every machine.
+``python3.13.0.metadata.xz`` is ``.metadata`` of the folder of ``WHOLE``, pickled anew by a Python for which there was
+no torch, by stand-ins of its classes (this file at 07289119): what else is in a folder depends on no Python. Initial
+values and gradients are those of ``recorded_checkpoints``, the same on every machine.
 """
 
 from __future__ import annotations
 
-import enum
-import io
-import lzma
-import pickle
 import platform
-import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -26,7 +20,6 @@ from typing import Any
 DATA = Path(__file__).parent / "data" / "folders"
 WHOLE = "python3.11.7-torch2.13.0.tar.xz"
 STEPS, AFTER, RANKS = 5, 4, 2
-SEAL = len("\nfusedonebit crc32 01234567\n")
 
 
 def run(rank: int, world_size: int, folder: str, begin: int, end: int) -> list[Any]:
@@ -82,64 +75,6 @@ def unpack(name: str, folder: Path) -> None:
                 path.write_bytes(file.read())
 
 
-# ---------------------------------------------------------------- without torch
-
-
-class StandIns(pickle.Unpickler):
-    """Makes classes of the names that are asked for, which pickle as torch's do."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.made: dict[str, Any] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("builtins", "pathlib"):
-            return super().find_class(module, name)
-        if name not in self.made:
-            self.made[name] = self._make(module, name)
-            sys.modules.setdefault(module, type(sys)(module))
-            setattr(sys.modules[module], name, self.made[name])
-        return self.made[name]
-
-    def _make(self, module: str, name: str) -> Any:
-        of: dict[str, Any] = {"__module__": module, "__qualname__": name}
-        if name == "_MEM_FORMAT_ENCODING":
-            return enum.Enum(name, ["TORCH_CONTIGUOUS_FORMAT"], start=0, module=module, qualname=name)
-        if name == "_get_layout":
-            return type(name, (), of | {"__reduce__": lambda made: (type(made), made.given)} | {"__new__": _given})
-        if name == "Size":
-            return type(name, (tuple,), of | {"__reduce__": lambda size: (type(size), (tuple(size),))})
-        if module == "torch":
-            return type("dtype", (), {"__reduce__": lambda _: name, "__module__": "torch"})()
-        if name == "TensorProperties":
-            of |= {
-                "__getstate__": lambda made: made.state,
-                "__setstate__": lambda made, state: _keep(made, state=state),
-            }
-        return type(name, (), of)
-
-
-def _given(kind: type, *given: Any) -> Any:
-    return _keep(object.__new__(kind), given=given)
-
-
-def _keep(made: Any, **values: Any) -> Any:
-    vars(made).update(values)
-    return made
-
-
-def pickle_again(data: bytes) -> bytes:
-    """Return the pickle that this Python makes of metadata, without torch."""
-    return pickle.dumps(StandIns(data).load())
-
-
-def record_pickle() -> None:
-    with tempfile.TemporaryDirectory() as root:
-        unpack(WHOLE, Path(root))
-        data = Path(root, "saved", ".metadata").read_bytes()[:-SEAL]
-    (DATA / f"python{platform.python_version()}.metadata.xz").write_bytes(lzma.compress(pickle_again(data), preset=9))
-
-
 if __name__ == "__main__":
     DATA.mkdir(exist_ok=True)
-    record_pickle() if "--pickle" in sys.argv else record()
+    record()

@@ -6,25 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from observe import parameters
-from optimizers import by_name, objects
+from optimizers import by_name
 from torch import nn
 
 from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from fusedonebit.optim.policies import DoublingRounds
 
 MAKE: dict[str, Callable[..., Any]] = {
-    "onebit-adam": lambda p, **more: OneBitAdam(p, **objects(freeze_step=2, guard="off", **more)),
-    "onebit-adam, masters": lambda p, **more: OneBitAdam(
-        p, **objects(freeze_step=2, guard="off", master_weights=True, **more)
-    ),
-    "onebit-lamb": lambda p, **more: OneBitLamb(p, **objects(freeze_step=2, guard="off", **more)),
+    "onebit-adam": by_name(OneBitAdam, freeze_step=2, guard="off"),
+    "onebit-adam, masters": by_name(OneBitAdam, freeze_step=2, guard="off", master_weights=True),
+    "onebit-lamb": by_name(OneBitLamb, freeze_step=2, guard="off"),
     "lamb": by_name(Lamb),
-    "zero-one-adam": lambda p, **more: ZeroOneAdam(
-        p, sync_policy=DoublingRounds(after=2, scaler=2, most=2), **objects(**more)
-    ),
-    "marsit-sgd": lambda p, **more: MarsitSGD(p, **objects(full_precision_every=3, **more)),
-    "marsit-adam": lambda p, **more: MarsitAdam(p, **objects(local_steps=2, **more)),
+    "zero-one-adam": by_name(ZeroOneAdam, sync_policy=DoublingRounds(after=2, scaler=2, most=2)),
+    "marsit-sgd": by_name(MarsitSGD, full_precision_every=3),
+    "marsit-adam": by_name(MarsitAdam, local_steps=2),
     "lion": by_name(OneBitLion),
 }
 
@@ -35,23 +30,3 @@ def make(name: str, **more: Any) -> tuple[nn.Module, Any]:
     if "masters" in name:
         model = model.bfloat16()
     return model, MAKE[name](list(model.named_parameters()), **more)
-
-
-def set_gradients(optimizer: Any, rank: int, step: int) -> None:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    for p in parameters(optimizer):
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def train(optimizer: Any, rank: int, start: int, stop: int) -> None:
-    for step in range(start, stop):
-        set_gradients(optimizer, rank, step)
-        optimizer.step()
-
-
-def caught(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""

@@ -6,7 +6,6 @@ into a test. Only what users see is looked at.
 
 from __future__ import annotations
 
-import io
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from observe import fingerprint
-from ranks import run_ranks
+from observe import fingerprint, through_a_file
+from optimizers import by_name
+from ranks import run_ranks, simulate
 from rounds import Script
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, Rounds, ZeroOneAdam
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit import Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 
 SHAPES = ((40, 5), (7,), (130,))
 SCALE = 1024.0
@@ -30,25 +29,15 @@ TOO_LARGE = 1.8e19
 
 SCRIPT = Script((0, 0, 1, 3, 1, 0, 2))
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "onebit-adam": lambda params, group: OneBitAdam(
-        params, 1e-2, freeze_step=4, faults=Faults(guard="off"), process_group=group
-    ),
-    "onebit-adam, guarded": lambda params, group: OneBitAdam(params, 1e-2, freeze_step=4, process_group=group),
-    "onebit-lamb": lambda params, group: OneBitLamb(
-        params, 1e-2, freeze_step=4, faults=Faults(guard="off"), process_group=group
-    ),
-    "lamb": lambda params, group: Lamb(params, 1e-2, process_group=group),
-    "zero-one-adam": lambda params, group: ZeroOneAdam(
-        params, 1e-2, variance_policy=SCRIPT, sync_policy=SCRIPT, process_group=group
-    ),
-    "marsit-sgd": lambda params, group: MarsitSGD(
-        params, 1e-2, rounds=Rounds(full_precision_every=3), process_group=group
-    ),
-    "marsit-adam": lambda params, group: MarsitAdam(
-        params, 1e-2, rounds=Rounds(full_precision_every=3, local_steps=2), topology="owner", process_group=group
-    ),
-    "onebit-lion": lambda params, group: OneBitLion(params, 1e-3, process_group=group),
-    "onebit-lion, mean": lambda params, group: OneBitLion(params, 1e-3, aggregation="mean", process_group=group),
+    "onebit-adam": by_name(OneBitAdam, lr=1e-2, freeze_step=4, guard="off"),
+    "onebit-adam, guarded": by_name(OneBitAdam, lr=1e-2, freeze_step=4),
+    "onebit-lamb": by_name(OneBitLamb, lr=1e-2, freeze_step=4, guard="off"),
+    "lamb": by_name(Lamb, lr=1e-2),
+    "zero-one-adam": by_name(ZeroOneAdam, lr=1e-2, variance_policy=SCRIPT, sync_policy=SCRIPT),
+    "marsit-sgd": by_name(MarsitSGD, lr=1e-2, full_precision_every=3),
+    "marsit-adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=3, local_steps=2, topology="owner"),
+    "onebit-lion": by_name(OneBitLion, lr=1e-3),
+    "onebit-lion, mean": by_name(OneBitLion, lr=1e-3, aggregation="mean"),
 }
 
 
@@ -118,7 +107,7 @@ class Trainee:
 
     def __init__(self, name: str, groups: list[list[Parameter]], transport: Any) -> None:
         self.name, self.transport, self.groups = name, transport, groups
-        self.optimizer = OPTIMIZERS[name]([{"params": group} for group in groups], transport)
+        self.optimizer = OPTIMIZERS[name]([{"params": group} for group in groups], process_group=transport)
 
     @property
     def params(self) -> list[Parameter]:
@@ -126,10 +115,8 @@ class Trainee:
 
     def resumed(self) -> Trainee:
         """A new one that has been given this one's checkpoint."""
-        file = io.BytesIO()
-        torch.save({"params": [p.detach() for p in self.params], "optimizer": self.optimizer.state_dict()}, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
+        params = [p.detach() for p in self.params]
+        saved = through_a_file({"params": params, "optimizer": self.optimizer.state_dict()})
         # Ranks may be within a round: then a new optimizer gets what they had in common at first.
         groups = [[Parameter(torch.zeros_like(p)) for p in group] for group in self.groups]
         other = Trainee(self.name, groups, self.transport)
@@ -242,11 +229,7 @@ def on_gloo(world_size: int, name: str, sequence: list[tuple]) -> list[list[dict
 
 def simulated(world_size: int, name: str, sequence: list[tuple]) -> list[list[dict]]:
     """What each rank has seen, on simulated ranks."""
-
-    def run(rank: int, transport: Transport) -> list[dict]:
-        return go_through(rank, world_size, name, sequence, transport)
-
-    return SimulatedGroup(world_size).run(run)
+    return simulate(lambda rank, transport: go_through(rank, world_size, name, sequence, transport), world_size)
 
 
 def check(ranks: list[list[dict]]) -> None:

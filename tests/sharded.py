@@ -5,7 +5,7 @@ Rank 2i + k is in replica i and holds shard k of every tensor: of ranks k and k 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,15 +72,6 @@ def positions(shapes: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
     lines = torch.arange(total).split([int(np.prod(shape)) for shape in shapes])
     wholes = [line.view(tuple(shape)) for line, shape in zip(lines, shapes, strict=True)]
     return [[cut(whole, column).reshape(-1).numpy() for whole in wholes] for column in range(SHARDS)]
-
-
-def caught(call: Callable[[], object]) -> tuple[str, str]:
-    """The type's name and the text of what ``call`` raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def look(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:

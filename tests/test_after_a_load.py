@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from observe import fingerprint, parameters
-from ranks import run_ranks
-from runs_after_a_load import MAKE, caught, make, set_gradients, train
+from observe import fingerprint, give_gradients, named, parameters, train
+from optimizers import WAYS, by_name
+from ranks import run_ranks, simulate
+from runs_after_a_load import MAKE, make
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedonebit
 from fusedonebit import Faults, OneBitAdam, OneBitLamb, ddp
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.comm import Transport
 
 EACH = pytest.mark.parametrize("name", MAKE)
 TOLD = "ranks differ: the checksum of parameter 1 (1.weight)'s values is"
@@ -26,8 +26,17 @@ TOLD = "ranks differ: the checksum of parameter 1 (1.weight)'s values is"
 
 def saved(rank: int, name: str, steps: int, **more: Any) -> tuple[dict, dict]:
     model, optimizer = make(name, **more)
-    train(optimizer, rank, 0, steps)
+    train(optimizer, rank, range(steps))
     return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+def loaded(rank: int, name: str, steps: int, **more: Any) -> tuple[nn.Module, Any, dict]:
+    """A model and its optimizer that have taken up a checkpoint, and the model's state in it."""
+    model_state, state = saved(rank, name, steps, **more)
+    model, optimizer = make(name, **more)
+    optimizer.load_state_dict(state)
+    model.load_state_dict(model_state)
+    return model, optimizer, model_state
 
 
 def spoil(model: nn.Module) -> None:
@@ -51,21 +60,18 @@ def test_one_differing_element_stops_all_and_names_the_tensor(name, steps):
     """Whether the model is loaded before the optimizer or after it; with the right model training goes on."""
 
     def run(rank: int, transport: Transport) -> list[Any]:
-        model_state, state = saved(rank, name, steps, process_group=transport)
-        model, optimizer = make(name, process_group=transport)
-        optimizer.load_state_dict(state)
-        model.load_state_dict(model_state)
+        model, optimizer, model_state = loaded(rank, name, steps, process_group=transport)
         if rank == 1:
             spoil(model)
         before = fingerprint(parameters(optimizer))
-        set_gradients(optimizer, rank, steps)
-        first = (*caught(optimizer.step), fingerprint(parameters(optimizer)) == before)
-        again = (*caught(optimizer.step), fingerprint(parameters(optimizer)) == before)
+        give_gradients(optimizer, rank, steps)
+        first = (*named(optimizer.step), fingerprint(parameters(optimizer)) == before)
+        again = (*named(optimizer.step), fingerprint(parameters(optimizer)) == before)
         model.load_state_dict(model_state)
-        train(optimizer, rank, steps, steps + 6)
+        train(optimizer, rank, range(steps, steps + 6))
         return [first, again, fingerprint(parameters(optimizer))]
 
-    firsts, agains, ends = zip(*SimulatedGroup(2).run(run), strict=True)
+    firsts, agains, ends = zip(*simulate(run, 2), strict=True)
     check(firsts)
     check(agains)
     assert ends[0] == ends[1]
@@ -77,23 +83,23 @@ def test_it_costs_one_exchange_in_the_first_step_and_none_later(name):
     def run(rank: int, transport: Transport) -> list[int]:
         model_state, state = saved(rank, name, 6, process_group=transport)
         model, optimizer = make(name, process_group=transport)
-        train(optimizer, rank, 0, 1)
+        train(optimizer, rank, range(1))
         optimizer.load_state_dict(state)
         model.load_state_dict(model_state)
         sent = [transport.traffic.collectives_total]
         for step in range(6, 10):
-            train(optimizer, rank, step, step + 1)
+            train(optimizer, rank, range(step, step + 1))
             sent.append(transport.traffic.collectives_total)
         _, other = make(name, process_group=transport)
-        train(other, rank, 0, 6)
+        train(other, rank, range(6))
         for step in range(6, 10):
             sent.append(transport.traffic.collectives_total)
-            train(other, rank, step, step + 1)
+            train(other, rank, range(step, step + 1))
         sent.append(transport.traffic.collectives_total)
         assert fingerprint(parameters(other)) == fingerprint(parameters(optimizer))
         return sent
 
-    sent = SimulatedGroup(2).run(run)[0]
+    sent = simulate(run, 2)[0]
     loaded, running = ([b - a for a, b in itertools.pairwise(part)] for part in (sent[:5], sent[5:]))
     assert loaded == [running[0] + 1, *running[1:]]
 
@@ -103,57 +109,51 @@ def test_a_group_added_before_that_step_keeps_the_comparison():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         optimizer = fusedonebit.AdamW(list(model[0].named_parameters()), process_group=transport)
-        train(optimizer, rank, 0, 3)
+        train(optimizer, rank, range(3))
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         optimizer.add_param_group({"params": list(model[1].named_parameters())})
         if rank == 1:
             with torch.no_grad():
                 model[0].weight[2, 3] += 0.5
-        set_gradients(optimizer, rank, 3)
-        return caught(optimizer.step)
+        give_gradients(optimizer, rank, 3)
+        return named(optimizer.step)
 
-    for kind, text in SimulatedGroup(2).run(run):
+    for kind, text in simulate(run, 2):
         assert kind == "DisagreementError"
         assert "checksum of parameter 0 (weight)'s values is" in text
 
 
 def test_a_gradscalers_overflow_in_that_step_does_not_lose_it():
     def run(rank: int, transport: Transport) -> tuple[str, str, bool]:
-        model_state, state = saved(rank, "onebit-adam", 6, process_group=transport)
-        model, optimizer = make("onebit-adam", process_group=transport)
-        optimizer.load_state_dict(state)
-        model.load_state_dict(model_state)
+        model, optimizer, _ = loaded(rank, "onebit-adam", 6, process_group=transport)
         if rank == 1:
             spoil(model)
         before = fingerprint(parameters(optimizer))
         scaler = fusedonebit.amp.GradScaler("cpu")
         told = []
         for step in (6, 7):
-            set_gradients(optimizer, rank, step)
+            give_gradients(optimizer, rank, step)
             parameters(optimizer)[0].grad[0, 0] = float("inf") if step == 6 else 1.0
             scaler.scale(torch.ones(()))
-            told.append(caught(lambda: scaler.step(optimizer)))
+            told.append(named(lambda: scaler.step(optimizer)))
         assert {kind for kind, _ in told} == {"DisagreementError"}
         return *told[-1], fingerprint(parameters(optimizer)) == before
 
-    check(SimulatedGroup(2).run(run))
+    check(simulate(run, 2))
 
 
 def test_in_the_midst_of_a_round_parameters_are_each_ranks_own():
     """What all had when it began is part of the checkpoint, and compared when that is loaded."""
 
     def run(rank: int, transport: Transport) -> list[str]:
-        model_state, state = saved(rank, "marsit-adam", 5, process_group=transport)
-        model, optimizer = make("marsit-adam", process_group=transport)
-        optimizer.load_state_dict(state)
-        model.load_state_dict(model_state)
+        _, optimizer, _ = loaded(rank, "marsit-adam", 5, process_group=transport)
         ends = []
         for step in range(5, 8):
-            train(optimizer, rank, step, step + 1)
+            train(optimizer, rank, range(step, step + 1))
             ends.append(fingerprint(parameters(optimizer)))
         return ends
 
-    ours, theirs = SimulatedGroup(2).run(run)
+    ours, theirs = simulate(run, 2)
     assert [a == b for a, b in zip(ours, theirs, strict=True)] == [True, False, True]
 
 
@@ -173,7 +173,7 @@ def under_ddp(rank: int, world_size: int, steps: int) -> tuple[str, str, bool]:
         model(torch.randn(4, 5)).square().mean().backward()
         optimizer.step()
 
-    return *caught(step), fingerprint(parameters(optimizer)) == before
+    return *named(step), fingerprint(parameters(optimizer)) == before
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -209,7 +209,7 @@ def in_shards(rank: int, world_size: int) -> tuple[str, str, bool]:
         with torch.no_grad():
             list(model.parameters())[1].to_local()[1] += 1
     before: list[Tensor] = [p.to_local().clone() for p in model.parameters()]
-    told = caught(lambda: step(model, optimizer, 4))
+    told = named(lambda: step(model, optimizer, 4))
     return *told, all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
 
 
@@ -224,26 +224,24 @@ def test_of_sharded_parameters_all_shards_are_told():
 
 def test_one_process_alone_compares_nothing():
     model, optimizer = make("onebit-adam")
-    train(optimizer, 0, 0, 3)
+    train(optimizer, 0, range(3))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     spoil(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(optimizer, 0, 3, 5)
+        train(optimizer, 0, range(3, 5))
 
 
-HELD: dict[str, Callable[..., Any]] = {
-    **MAKE,
-    "onebit-adam, guarded": lambda p: OneBitAdam(p, freeze_step=2),
-    "onebit-lamb, guarded": lambda p: OneBitLamb(p, freeze_step=2),
-}
+HELD = {name: make for name, make in WAYS.items() if name != "Lamb"}  # which makes its gradients' buffer in a step
+HELD |= {f"{kind.__name__}, guarded": by_name(kind, freeze_step=2) for kind in (OneBitAdam, OneBitLamb)}
+HELD |= {"OneBitAdam, masters": by_name(OneBitAdam, freeze_step=2, guard="off", master_weights=True)}
 
 
 @pytest.mark.filterwarnings("ignore:after so few updates")
-@pytest.mark.parametrize("name", [name for name in HELD if name != "lamb"])  # makes its gradients' buffer in a step
+@pytest.mark.parametrize("name", HELD)
 def test_a_loaded_optimizer_holds_as_many_bytes_as_the_saved_one(name):
     torch.manual_seed(0)
     saved, loaded = (HELD[name]([torch.nn.Parameter(torch.randn(30, 20))]) for _ in range(2))
-    train(saved, 0, 0, 6)
+    train(saved, 0, range(6))
     loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
     assert loaded.stats()["state_bytes"] == saved.stats()["state_bytes"]

@@ -1,4 +1,4 @@
-"""One rank alone compresses once: no server, three launches, the same algorithm with one side."""
+"""One rank alone compresses once: no server, three launches, the same algorithm with one side; and who is alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import MAKE
 from ranks import simulate
 from torch import Tensor
 from torch.nn import Parameter
@@ -136,20 +137,57 @@ def rounds_of_one() -> dict[str, Any]:
     return {"variance_policy": DoublingVariance(until=2), "sync_policy": EveryStep()}
 
 
-def test_a_run_alone_resumes_bit_for_bit():
-    params, _ = trained(OneBitAdam, 9, **ADAM)
-    _, first = trained(OneBitAdam, 6, **ADAM)
-    resumed = [Parameter(p.detach().clone()) for p in first.frame.parameters.owners]
-    second = OneBitAdam(resumed, 1e-2, **ADAM)
-    second.load_state_dict(first.state_dict())
-    take(resumed, second, range(6, 9))
-    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
-    assert "server_error" not in str(second.state_dict().keys())
-
-
 def test_deepspeeds_presets_serve_themselves():
     params = [Parameter(torch.zeros(5))]
     optimizer = OneBitAdam.from_deepspeed(params, {"type": "OneBitAdam", "params": {"freeze_step": 5}})
     assert optimizer.algorithm.exchange.reducer.serves
     with pytest.raises(ValueError, match="serve_alone must be True or False, got 1"):
         OneBitAdam(params, 1e-3, numerics=Numerics(serve_alone=1))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- alone unless told, where a launcher started several
+
+
+def one() -> list[Parameter]:
+    return [Parameter(torch.ones(3))]
+
+
+@pytest.fixture
+def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+
+@pytest.mark.usefixtures("of_torchrun")
+@pytest.mark.parametrize("name", MAKE)
+def test_ranks_that_would_train_alone_are_told_what_to_write(name):
+    with pytest.raises(RuntimeError, match="this is rank 1 of 4") as caught:
+        MAKE[name](one())
+    assert "torch.distributed.init_process_group()" in str(caught.value)
+    assert "process_group=fusedonebit.comm.LocalTransport()" in str(caught.value)
+
+
+@pytest.mark.usefixtures("of_torchrun")
+@pytest.mark.parametrize("name", MAKE)
+def test_who_says_over_which_ranks_to_average_is_believed(name):
+    assert MAKE[name](one(), process_group=LocalTransport()).stats()["world_size"] == 1
+    assert simulate(lambda _, transport: MAKE[name](one(), process_group=transport).stats()["world_size"], 1) == [1]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "4"},
+        {"RANK": "0"},
+        {"RANK": "first", "WORLD_SIZE": "many"},
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMI_RANK": "1", "PMI_SIZE": "4"},
+    ],
+)
+def test_one_process_needs_no_group(monkeypatch, environment):
+    for key in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    assert MAKE["OneBitAdam"](one()).stats()["world_size"] == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, simulate
 from torch import Tensor, nn
 
 import fusedonebit
 from fusedonebit import DisagreementError, Faults, OneBitAdam
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.comm import Transport
 
 
 class Net(nn.Module):
@@ -53,7 +53,7 @@ def test_buffers_of_all_dtypes_become_rank_0s_in_two_messages():
         assert fusedonebit.broadcast_buffers(net, process_group=transport) is None
         return before, values(net), transport.traffic.collectives_total
 
-    ranks = SimulatedGroup(3).run(run)
+    ranks = simulate(run, 3)
     assert not equal(ranks[0][0], ranks[1][0])
     for _, after, collectives in ranks:
         assert equal(after, ranks[0][0])
@@ -63,10 +63,9 @@ def test_buffers_of_all_dtypes_become_rank_0s_in_two_messages():
 def train(rank: int, transport: Transport | None, every: int | None) -> list[dict[str, Tensor]]:
     """BatchNorm's statistics after each of 6 steps, on data of this rank's own; what was asked for ends after 4."""
     torch.manual_seed(0)
-    net = Net()
+    net, seen = Net(), []
     optimizer = OneBitAdam(net.parameters(), freeze_step=2, faults=Faults(guard="off"), process_group=transport)
     handle = fusedonebit.broadcast_buffers(net, optimizer, every=every)
-    seen = []
     for step in range(6):
         if step == 4 and handle is not None:
             handle.remove()
@@ -79,7 +78,7 @@ def train(rank: int, transport: Transport | None, every: int | None) -> list[dic
 
 @pytest.mark.parametrize(("every", "alike"), [(None, []), (1, [0, 1, 2, 3]), (2, [1, 3])])
 def test_batch_norms_are_equal_at_each_nth_step_until_removal(every, alike):
-    ranks = SimulatedGroup(2).run(lambda rank, transport: train(rank, transport, every))
+    ranks = simulate(train, 2, every)
     assert [step for step, seen in enumerate(zip(*ranks, strict=True)) if equal(*seen)] == alike
 
 
@@ -101,7 +100,7 @@ def test_buffers_of_other_shapes_raise_alike_and_change_nothing():
             fusedonebit.broadcast_buffers(net, process_group=transport)
         return str(caught.value), equal(values(net), before)
 
-    for text, still in SimulatedGroup(2).run(run):
+    for text, still in simulate(run, 2):
         assert "buffer norm.running_var is torch.float32 (6,) on rank 0 but torch.float32 (7,) on rank 1" in text
         assert "build the same model on every rank" in text
         assert still
@@ -116,7 +115,7 @@ def test_a_buffer_that_one_rank_cannot_send_raises_on_all():
             fusedonebit.broadcast_buffers(net, process_group=transport)
         return caught.type.__name__
 
-    assert SimulatedGroup(2).run(run) == ["DisagreementError", "ValueError"]
+    assert simulate(run, 2) == ["DisagreementError", "ValueError"]
 
 
 @pytest.mark.parametrize(

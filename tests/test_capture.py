@@ -3,104 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from launch_keys import recording
-from optimizers import FROZEN, UNGUARDED, construct, objects
-from ranks import run_ranks
+from optimizers import MAKE, UNGUARDED, objects
 from tape import capturing, in_a_capture
 from whole_steps import BASES, LIVING, Rank
 
-from fusedonebit import AdamW, Lamb, OneBitAdam, Wire
+from fusedonebit import AdamW, Lamb, OneBitAdam
 from fusedonebit.comm import SimulatedGroup, Transport
-
-SHAPES = ((7,), (33, 40), (1024,), (3, 5, 7))
-FREEZE, STEPS = 12, 30
-EXTRAS = {
-    "plain": {},
-    "unguarded layers": {**UNGUARDED, "scale_scope": "layer", "precondition": False},
-    "ternary": {"ternary": True},
-    "clipped": {"max_grad_norm": 0.5},
-    "loss scaled": {},
-}
-OF_LAMB = ("plain", "unguarded layers")
-
-
-class Run:
-    """A training run on this rank's random gradients, which stay where they are."""
-
-    def __init__(self, rank: int, name: str, extra: str) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-        for p in self.params:
-            p.grad = torch.zeros_like(p)
-        self.optimizer = construct(name, self.params, 1e-2, freeze_step=FREEZE, capturable=True, **EXTRAS[extra])
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
-        self.rank, self.scaled = rank, extra == "loss scaled"
-        if self.scaled:  # what a GradScaler sets for the time of a step
-            self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
-
-    def step(self, i: int, take) -> None:
-        generator = torch.Generator().manual_seed(100 * i + self.rank)
-        for p in self.params:
-            p.grad.copy_(torch.randn(p.shape, generator=generator))
-        if self.scaled:
-            self.optimizer.found_inf.fill_(float(i in (FREEZE + 8, FREEZE + 11) and self.rank == 1))
-            for p in self.params:
-                p.grad.mul_(8.0)
-        take()
-        self.scheduler.step()
-
-    def outcome(self) -> tuple:
-        stats = self.optimizer.stats()
-        momenta = [self.optimizer.momentum(p) for p in self.params]
-        errors = [self.optimizer.worker_error(p) for p in self.params]
-        told = [stats[key] for key in ("phase", "step", "skipped_steps", "grad_norm", "update_norm")]
-        return [p.detach() for p in self.params], momenta, errors, told
-
-
-def train(rank: int, world_size: int, name: str, extra: str, replayed: bool) -> tuple:
-    run = Run(rank, name, extra)
-    for i in range(FREEZE + 3):
-        run.step(i, run.optimizer.step)
-    takes = [run.optimizer.step]
-    if replayed:
-        tapes = []
-        for _ in range(2):  # both before the first replay
-            with capturing() as tape:
-                run.optimizer.step()
-            tapes.append(tape)
-        takes = [tape.replay for tape in tapes]
-    for i in range(FREEZE + 3, STEPS - 3):
-        run.step(i, takes[i % len(takes)])
-    for i in range(STEPS - 3, STEPS):  # and on, without the graph
-        run.step(i, run.optimizer.step)
-    return run.outcome()
-
-
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        pytest.param(name, extra, marks=() if name == "onebit-adam" or extra in OF_LAMB else pytest.mark.full)
-        for name in FROZEN
-        for extra in EXTRAS
-    ],
-)
-def test_alternating_replays_equal_steps_at_a_changing_rate(name, extra):
-    replayed, stepped = (run_ranks(train, 2, name, extra, way) for way in (True, False))
-    for rank in range(2):
-        *tensors, told = replayed[rank]
-        *expected, told_expected = stepped[rank]
-        for ours, theirs in zip(tensors, expected, strict=True):
-            assert all(map(torch.equal, ours, theirs))
-        assert told == told_expected
-        assert told[:3] == ["compression", STEPS - 2 * (extra == "loss scaled"), 2 * (extra == "loss scaled")]
-        assert all(map(torch.equal, tensors[0], replayed[0][0]))
-    assert not torch.equal(replayed[0][2][1], replayed[1][2][1])
-
+from fusedonebit.triton_kernels import tables
 
 CAPTURED = {
     "plain": {},
@@ -135,18 +53,17 @@ def test_a_capture_launches_nothing_that_was_not_launched_before(name, world_siz
         print(f"{name}, {what}, W = {world_size}: {len(before)} kernels, and none is new in the capture")
 
 
-def test_the_learning_rate_becomes_a_tensor_that_schedulers_fill():
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = OneBitAdam([{"params": [p], "lr": 0.5}], freeze_step=1, wire=Wire(capturable=True))
-    lr = optimizer.param_groups[0]["lr"]
-    assert isinstance(lr, torch.Tensor)
-    assert lr == 0.5
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    p.grad = torch.ones(3)
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert lr == 0.25
+def made(steps: int = 0, kind: Any = OneBitAdam, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    """A parameter whose gradient is ones, and an optimizer that has taken so many steps."""
+    p = torch.nn.Parameter(torch.ones(64))
+    p.grad = torch.ones(64)
+    optimizer = kind([p], 1e-2, **objects(**options))
+    for _ in range(steps):
+        optimizer.step()
+    return p, optimizer
+
+
+CAPTURABLE: dict[str, Any] = {"freeze_step": 1, "capturable": True, **UNGUARDED}
 
 
 @pytest.mark.parametrize(
@@ -158,11 +75,7 @@ def test_the_learning_rate_becomes_a_tensor_that_schedulers_fill():
     ],
 )
 def test_what_cannot_be_captured_says_so(options, steps, message):
-    p = torch.nn.Parameter(torch.ones(64))
-    optimizer = OneBitAdam([p], 1e-2, **objects(**options))
-    p.grad = torch.randn(64)
-    for _ in range(steps):
-        optimizer.step()
+    p, optimizer = made(steps, **options)
     before = p.detach().clone()
     with in_a_capture(), pytest.raises(RuntimeError, match=message):
         optimizer.step()
@@ -171,40 +84,28 @@ def test_what_cannot_be_captured_says_so(options, steps, message):
 
 @pytest.mark.parametrize("kind", [AdamW, Lamb])
 def test_a_step_of_ranks_that_average_cannot_be_captured(kind):
-    def run(rank: int, transport: Transport) -> str:
-        p = torch.nn.Parameter(torch.ones(64))
-        p.grad = torch.ones(64)
-        optimizer = kind([p], 1e-2, wire=Wire(capturable=True), process_group=transport)
-        with in_a_capture(), pytest.raises(RuntimeError) as error:
+    def run(rank: int, transport: Transport) -> None:
+        _, optimizer = made(0, kind, capturable=True, process_group=transport)
+        with in_a_capture(), pytest.raises(RuntimeError, match="not in 'uncompressed'"):
             optimizer.step()
-        return str(error.value)
 
-    assert all("not in 'uncompressed'" in text for text in SimulatedGroup(2).run(run))
+    SimulatedGroup(2).run(run)
 
 
 @pytest.mark.parametrize("kind", [AdamW, Lamb])
 def test_the_step_of_one_rank_that_averages_nothing_is_captured(kind):
-    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(2)]
-    captured, plain = (kind([p], 1e-2, wire=Wire(capturable=True)) for p in params)
-    for step in range(4):
-        for p in params:
-            p.grad = torch.full((64,), 1.0 + step)
+    (p, captured), (q, plain) = (made(1, kind, capturable=True) for _ in range(2))
+    for step in range(1, 4):
+        p.grad, q.grad = torch.full((64,), 1.0 + step), torch.full((64,), 1.0 + step)
         plain.step()
-        if step == 0:
-            captured.step()
-            continue
         with in_a_capture():
             captured.step()
-    assert torch.equal(*params)
+    assert torch.equal(p, q)
     assert captured.stats()["step"] == 4
 
 
 def test_hyper_parameters_that_change_at_the_capture_say_so():
-    p = torch.nn.Parameter(torch.ones(64))
-    optimizer = OneBitAdam([p], 1e-2, **objects(freeze_step=1, capturable=True, **UNGUARDED))
-    p.grad = torch.ones(64)
-    for _ in range(3):
-        optimizer.step()
+    _, optimizer = made(3, **CAPTURABLE)
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with in_a_capture(), pytest.raises(RuntimeError, match="one uncaptured step"):
         optimizer.step()
@@ -212,11 +113,7 @@ def test_hyper_parameters_that_change_at_the_capture_say_so():
 
 def test_the_first_step_after_a_load_cannot_be_captured():
     """In it ranks compare their parameters."""
-    p = torch.nn.Parameter(torch.ones(64))
-    optimizer = OneBitAdam([p], 1e-2, **objects(freeze_step=1, capturable=True, **UNGUARDED))
-    p.grad = torch.ones(64)
-    for _ in range(3):
-        optimizer.step()
+    _, optimizer = made(3, **CAPTURABLE)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with in_a_capture(), pytest.raises(RuntimeError, match="take an uncaptured step first"):
         optimizer.step()
@@ -228,14 +125,16 @@ def test_the_first_step_after_a_load_cannot_be_captured():
 
 
 def test_learning_rates_set_or_loaded_go_into_the_graphs_tensor():
-    def make(**options) -> OneBitAdam:
-        p = torch.nn.Parameter(torch.ones(64))
-        p.grad = torch.ones(64)
-        return OneBitAdam([p], 1e-2, **objects(freeze_step=1, **UNGUARDED, **options))
-
-    optimizer, floating = make(capturable=True), make()
-    lr = optimizer.param_groups[0]["lr"]
+    (_, optimizer), (_, floating) = made(**CAPTURABLE), made(**CAPTURABLE | {"capturable": False})
+    group = optimizer.param_groups[0]
+    lr = group["lr"]
+    assert isinstance(lr, torch.Tensor)
+    assert lr == torch.tensor(1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     optimizer.step()
+    scheduler.step()
+    assert group["lr"] is lr
+    assert lr == torch.tensor(5e-3)
     floating.param_groups[0]["lr"] = 0.5
     optimizer.load_state_dict(floating.state_dict())
     assert optimizer.param_groups[0]["lr"] is lr
@@ -249,3 +148,101 @@ def test_learning_rates_set_or_loaded_go_into_the_graphs_tensor():
     optimizer.param_groups[0]["lr"] = -1.0
     with pytest.raises(ValueError, match="lr must be a finite number >= 0, got -1"):
         optimizer.step()
+
+
+# ---------------------------------------------------------------- tables of addresses, and of layouts
+
+# No CUDA graph is captured here: that a table is uploaded by the graph that reads it, or before, is seen by which
+# memory each of them is given.
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Switches whether a graph is being captured."""
+    now = [False]
+    monkeypatch.setattr(tables, "capturing", lambda device: now[0])
+
+    def switch(on: bool) -> None:
+        now[0] = on
+
+    return switch
+
+
+def memory(tensors: list[torch.Tensor]) -> int:
+    return tables.pointer_table(tensors, CPU).table.data_ptr()
+
+
+def test_each_capture_uploads_a_table_unless_a_step_before_has(capture):
+    tensors, others = ([torch.zeros(4), torch.zeros(5)] for _ in range(2))
+    stepped = memory(others)
+    capture(True)
+    first, second = memory(tensors), memory(tensors)
+    assert first != second
+    assert memory(others) == memory(others) == stepped
+    capture(False)
+    later = memory(tensors)
+    assert later not in (first, second)
+    assert memory(tensors) == later
+
+
+def test_a_captured_table_stays_when_many_others_are_made(capture):
+    tensors = [torch.zeros(4), torch.zeros(5)]
+    capture(True)
+    addresses = [t.data_ptr() for t in tensors]
+    table = tables.pointer_table(tensors, CPU).table
+    where, kept = table.data_ptr(), table.clone()
+    del table
+    capture(False)
+    others = [torch.zeros(1) for _ in range(600)]
+    assert where not in [memory([t]) for t in others]
+    assert kept[0].tolist() == addresses
+
+
+# ---------------------------------------------------------------- static tables of layouts
+
+
+@pytest.fixture
+def tables_made(monkeypatch):
+    """One entry for each table of a layout that is made."""
+    entries: list[int] = []
+    make = tables.BlockTables.__init__
+
+    def making(self: Any, *arguments: Any) -> None:
+        entries.append(0)
+        make(self, *arguments)
+
+    monkeypatch.setattr(tables.BlockTables, "__init__", making)
+    return entries
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("options", [{}, {"buckets": 20}], ids=["whole", "20 buckets"])
+@pytest.mark.parametrize("name", MAKE)
+def test_steps_make_no_table_of_a_layout(name, options, tables_made):
+    if options and name not in ("OneBitAdam", "OneBitLamb"):
+        pytest.skip("has no buckets")
+    params = [torch.nn.Parameter(torch.randn(12_000)) for _ in range(24)]
+    optimizer = MAKE[name](params, lr=1e-2, **options)
+    at_construction = len(tables_made)
+    for _ in range(8):
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+    assert len(tables_made) == at_construction >= options.get("buckets", 1)
+
+
+def test_tables_are_freed_with_whoever_keeps_them():
+    arguments = ((7, 9_001), 12, 1024, CPU)
+    kept = tables.block_tables(*arguments)
+    assert tables.block_tables(*arguments) is kept
+    start = kept.start.data_ptr()
+    assert tables.block_tables(*arguments).start.data_ptr() == start
+    again = copy.deepcopy([kept, pickle.loads(pickle.dumps(kept))])
+    assert again[0] is again[1] is kept
+    gone = weakref.ref(kept)
+    del kept, again
+    gc.collect()
+    assert gone() is None

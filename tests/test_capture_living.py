@@ -1,4 +1,4 @@
-"""A variance that lives beside captured steps: others between replays renew it, with the bits of a run of steps."""
+"""Replays of captured steps have the bits of a run of steps; others between them renew a variance that lives."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import objects
+from optimizers import FROZEN, LIVING, ONEBIT, UNGUARDED
 from ranks import run_ranks
 from tape import capturing, in_a_capture
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitAdam, OneBitLamb
+from fusedonebit import FusedOneBitWarning
 
 SHAPES = ((300,), (20, 9), (40,))
 WARMUP, EASED, STEPS = 5, 25, 150
@@ -24,6 +24,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without easing": {"scale_norm": "contractive"},
     "undivided": {"precondition": False},
+    "layers": {"scale_scope": "layer", "precondition": False, **UNGUARDED},
+    "ternary": {"ternary": True},
     "buckets": {"buckets": 2},
     "clipped": {"max_grad_norm": 0.5},
     "loss scaled": {},
@@ -33,23 +35,31 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "state in codes": {"state": "8bit"},
     "two levels": {},
 }
-REFUSED = [(OneBitLamb, extra) for extra in ("undivided", "state in bfloat16", "state in codes", "two levels")]
+OF_A_FROZEN = ("plain", "layers", "ternary", "clipped", "loss scaled")
+OF_A_LIVING = [extra for extra in EXTRAS if extra not in ("layers", "ternary")]
+REFUSED = ("undivided", "state in bfloat16", "state in codes", "two levels")
 """All but the last by a living LAMB; that has nothing of its own."""
+CASES = [
+    *((name, extra) for name in FROZEN for extra in OF_A_FROZEN),
+    *((name, extra) for name in LIVING for extra in OF_A_LIVING if "lamb" not in name or extra not in REFUSED),
+]
 
 
 class Run:
-    """A training run of one rank on random gradients, which stay where they are."""
+    """A training run of one rank on random gradients, which stay where they are, at a rate that falls."""
 
-    def __init__(self, rank: int, kind: Any, extra: str) -> None:
+    def __init__(self, rank: int, name: str, extra: str) -> None:
         torch.manual_seed(0)
         self.params = [Parameter(torch.randn(shape)) for shape in SHAPES]
         self.trained = self.params[: 2 if extra == "a head without gradients" else 3]
         for p in self.trained:
             p.grad = torch.zeros_like(p)
-        options = {"lr": 2**-7, "warmup": WARMUP, "betas": (0.9, 0.99), "capturable": True} | EXTRAS[extra]
+        options = {"lr": 2**-7, "betas": (0.9, 0.99), "capturable": True} | EXTRAS[extra]
+        options |= {"warmup": WARMUP} if name in LIVING else {"freeze_step": WARMUP}
         if extra == "two levels":
             options["hierarchy"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
-        self.optimizer = kind(self.params, **objects(**options))
+        self.optimizer: Any = ONEBIT[name](self.params, **options)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
         self.rank, self.extra, self.scaled = rank, extra, extra == "loss scaled"
         if self.scaled:  # what a GradScaler sets for the time of a step
             self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(SCALED_BY), torch.tensor(0.0)
@@ -61,6 +71,7 @@ class Run:
         if self.scaled:
             self.optimizer.found_inf.fill_(float(t in OVERFLOWS and self.rank == 1))
         take()
+        self.scheduler.step()
 
     def captured(self) -> Callable[[], Any]:
         """Captures a step; returns what replays it."""
@@ -80,39 +91,39 @@ class Run:
             self.step(t, self.optimizer.step)
 
 
-def train(rank: int, world_size: int, kind: Any, extra: str, stepped: Collection[int] | None) -> tuple[Any, ...]:
-    """Replays two graphs by turns, but for the steps that are ``stepped``; None: all are."""
-    run = Run(rank, kind, extra)
+def train(rank: int, world_size: int, name: str, extra: str, stepped: Collection[int] | None) -> tuple[Any, ...]:
+    """Replays two graphs by turns, but for the steps that are ``stepped``, and the last; None: all are."""
+    run = Run(rank, name, extra)
     optimizer, told = run.optimizer, []
     run.warm_up()
-    replays = [] if stepped is None else [run.captured() for _ in range(2)]
+    replays = [] if stepped is None else [run.captured() for _ in range(2)]  # both before the first replay
     for t in range(CAPTURED, STEPS):
-        plain = stepped is None or t in stepped
+        plain = stepped is None or t in stepped or t == STEPS - 1
         run.step(t, optimizer.step if plain else replays[t % 2])
-        told += [t] * (plain and optimizer.algorithm.compression.variance.due)
+        told += [t] * (plain and name in LIVING and optimizer.algorithm.compression.variance.due)
     stats = optimizer.stats()
-    told = [told, *(stats[name] for name in ("renewals", "step", "skipped_steps", "vetoed_steps", "update_norm"))]
+    counts = ("phase", "step", "skipped_steps", "vetoed_steps", "renewals", "grad_norm", "update_norm")
     errors = [optimizer.worker_error(p) for p in run.params]
+    told = [told, *(stats.get(key) for key in counts)]
     return [p.detach() for p in run.params], [optimizer.momentum(p) for p in run.params], errors, told
 
 
-@pytest.mark.long(but=2, full=True)
-@pytest.mark.parametrize(
-    ("kind", "extra"),
-    [(kind, extra) for kind in (OneBitAdam, OneBitLamb) for extra in EXTRAS if (kind, extra) not in REFUSED],
-)
-def test_replays_with_renewing_steps_have_an_eager_runs_bits(kind, extra):
+@pytest.mark.long(but=3, full=True)
+@pytest.mark.parametrize(("name", "extra"), CASES)
+def test_replays_with_renewing_steps_have_an_eager_runs_bits(name, extra):
     ranks = 4 if extra == "two levels" else 2
-    plain = run_ranks(train, ranks, kind, extra, None)
+    plain = run_ranks(train, ranks, name, extra, None)
     renews = plain[0][3][0]
-    mixed = run_ranks(train, ranks, kind, extra, renews)
-    assert len(renews) >= 5
-    assert len(renews) < (STEPS - CAPTURED) / 10, "nearly all are replayed"
+    mixed = run_ranks(train, ranks, name, extra, renews)
+    if name in LIVING:
+        assert len(renews) >= 5
+        assert len(renews) < (STEPS - CAPTURED) / 10, "nearly all are replayed"
     for rank in range(ranks):
         *tensors, told = mixed[rank]
         *expected, told_expected = plain[rank]
         assert told == told_expected
-        assert told[3:5] == [2 * (extra == "loss scaled"), 0]
+        skipped = 2 * (extra == "loss scaled")
+        assert told[1:5] == ["compression", STEPS - skipped, skipped, 0 if name in LIVING else told[4]]
         for ours, theirs in zip(tensors, expected, strict=True):
             assert all(map(torch.equal, ours, theirs))
         assert all(map(torch.equal, tensors[0], mixed[0][0]))
@@ -120,7 +131,7 @@ def test_replays_with_renewing_steps_have_an_eager_runs_bits(kind, extra):
 
 
 def test_a_step_is_captured_once_scales_are_measured_as_later():
-    run = Run(0, OneBitAdam, "plain")
+    run = Run(0, "onebit-adam-living", "plain")
     for t in range(WARMUP + 10):
         run.step(t, run.optimizer.step)
     with in_a_capture(), pytest.raises(RuntimeError, match=r"first 25 after the warm-up.*take 16 more uncaptured"):
@@ -131,7 +142,7 @@ def test_a_step_is_captured_once_scales_are_measured_as_later():
 
 
 def test_who_replays_for_long_without_a_step_that_renews_is_told():
-    run = Run(0, OneBitAdam, "plain")
+    run = Run(0, "onebit-adam-living", "plain")
     run.warm_up()
     replay, renewals = run.captured(), run.optimizer.stats()["renewals"]
     for t in range(CAPTURED, CAPTURED + 90):
@@ -146,7 +157,7 @@ def test_who_replays_for_long_without_a_step_that_renews_is_told():
 
 
 def test_after_a_load_replays_of_before_count_no_more():
-    run = Run(0, OneBitAdam, "plain")
+    run = Run(0, "onebit-adam-living", "plain")
     run.warm_up()
     saved, replay = copy.deepcopy(run.optimizer.state_dict()), run.captured()
     for t in range(CAPTURED, CAPTURED + 30):

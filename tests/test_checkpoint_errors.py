@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_runs import make, saved_state, step_once
-from observe import change_header, fingerprint, observe, parameters, through_a_file
+from observe import change_header, fingerprint, named, observe, parameters, through_a_file
 from optimizers import ADAM_AND_LAMB, EACH, construct
 from ranks import run_ranks
 from torch import Tensor
@@ -21,25 +21,28 @@ from fusedonebit import MarsitSGD
 from fusedonebit.checkpoint import KEY, forget_checksums, header_of
 from fusedonebit.core.optimizer import DistributedOptimizer
 
+Change = Callable[[int, list[dict]], dict]
+"""What a rank loads, of the files that all have saved."""
+
 
 def load_wrong(
-    rank: int, world_size: int, name: str, make_wrong: str, files: list[dict], options: dict | None = None
-) -> tuple[str, str, bool]:
-    """Loads; returns the error's type and text, and whether everything is as before and training goes on."""
+    rank: int, world_size: int, name: str, which: str, files: list[dict], options: dict | None = None
+) -> list[tuple[str, str]]:
+    """Loads what is wrong; returns the errors' types and texts. All stays as before, and training goes on."""
     optimizer = construct(name, make(), lr=1e-2, freeze_step=3, **options or {})
     for step in range(6):
         step_once(optimizer, rank, step)
-    before, groups = observe(optimizer), described(optimizer)
-    try:
-        optimizer.load_state_dict(globals()[make_wrong](rank, copy.deepcopy(files)))
-        outcome = ("", "")
-    except Exception as error:
-        outcome = (type(error).__name__, str(error))
-    after = observe(optimizer)
-    unchanged = all(np.array_equal(before[key], after[key]) for key in before)
-    unchanged &= described(optimizer) == groups and optimizer.stats()["step"] == 5
+    before, groups, told = observe(optimizer), described(optimizer), []
+    for text, change in WRONG[name] if which == "wrong" else [(which, {"own": OWN, "rank 0's": RANK_0S}[which])]:
+        mine = change(rank, copy.deepcopy(files))
+        told.append(named(lambda mine=mine: optimizer.load_state_dict(mine)))
+        after = observe(optimizer)
+        assert all(np.array_equal(before[key], after[key]) for key in before), text
+        assert described(optimizer) == groups, text
+        assert optimizer.stats()["step"] == 5, text
     step_once(optimizer, rank, 6)
-    return *outcome, unchanged and optimizer.stats()["step"] == 6
+    assert optimizer.stats()["step"] == 6
+    return told
 
 
 def described(optimizer: DistributedOptimizer) -> tuple[list[dict], dict]:
@@ -49,49 +52,44 @@ def described(optimizer: DistributedOptimizer) -> tuple[list[dict], dict]:
     return copy.deepcopy(groups), header_of(saved) | {"bytes_total": None}
 
 
-def rank_0s_file(rank: int, files: list[dict]) -> dict:
-    return files[0]
+def changed(change: Callable[[dict, int], Any], on: tuple[int, ...] = (0, 1)) -> Change:
+    """The rank's own file, which ``change`` has changed on these ranks."""
+
+    def made(rank: int, files: list[dict]) -> dict:
+        if rank in on:
+            change(files[rank], rank)
+        return files[rank]
+
+    return made
 
 
-def fewer_parameters(rank: int, files: list[dict]) -> dict:
-    files[rank]["param_groups"][0]["params"].pop()
-    return files[rank]
+def state_of(file: dict) -> dict[str, Tensor]:
+    return file["state"][0]
 
 
-def other_shape(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["exp_avg_sq"] = torch.zeros(40, 33)
-    return files[rank]
+def lacks(key: str, tensor: int = 0, **on: Any) -> Change:
+    return changed(lambda file, _: file["state"][tensor].pop(key), **on)
 
 
-def lacks_a_key(rank: int, files: list[dict]) -> dict:
-    del files[rank]["state"][0]["worker_error"]
-    return files[rank]
+def header(change: Callable[[dict, int], object]) -> Change:
+    return changed(lambda file, rank: change_header(file, lambda header: change(header, rank)))
 
 
-def swapped_residual_on_rank_1(rank: int, files: list[dict]) -> dict:
-    if rank == 1:
-        files[rank]["state"][0]["worker_error"] = files[rank]["state"][0]["server_error"]
-    return files[rank]
+def short(key: str) -> Change:
+    return changed(lambda file, _: state_of(file).update({key: state_of(file)[key][:, :-1]}))
 
 
-def lacks_a_key_on_rank_1(rank: int, files: list[dict]) -> dict:
-    return lacks_a_key(rank, files) if rank == 1 else files[rank]
+def off_on_rank_1(key: str, at: Any) -> Change:
+    def change(file: dict, rank: int) -> None:
+        state_of(file)[key][at] += rank * 1e-3
+        forget_checksums(file)
+
+    return changed(change)
 
 
-def other_moment_on_rank_1(rank: int, files: list[dict]) -> dict:
-    change_header(files[rank], lambda header: header.update(steps=header["steps"] + rank))
-    return files[rank]
-
-
-def other_variance_on_rank_1(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["exp_avg_sq"][3, 4] += rank * 1e-3
-    forget_checksums(files[rank])
-    return files[rank]
-
-
-def other_format(rank: int, files: list[dict]) -> dict:
-    change_header(files[rank], lambda header: header.update(format=99))
-    return files[rank]
+def long_last_scale(file: dict, rank: int) -> None:
+    scale = state_of(file)["exp_avg_last_scale"]
+    state_of(file)["exp_avg_last_scale"] = torch.cat([scale, scale[:, : rank * 2]], dim=1)
 
 
 def as_version_1_wrote_it(rank: int, files: list[dict]) -> dict:
@@ -99,106 +97,58 @@ def as_version_1_wrote_it(rank: int, files: list[dict]) -> dict:
     return files[rank] | {"fusedonebit": {"format": 1, "phase": "compression"}}
 
 
-def header_is_no_json(rank: int, files: list[dict]) -> dict:
-    files[rank]["param_groups"][0]["fusedonebit"] = "{"
-    return files[rank]
-
-
-def bad_lr(rank: int, files: list[dict]) -> dict:
-    files[rank]["param_groups"][0]["lr"] = -1.0
-    return files[rank]
-
-
-def lacks_bits(rank: int, files: list[dict]) -> dict:
-    del files[rank]["state"][0]["exp_avg_bits"]
-    return files[rank]
-
-
-def short_bits(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["exp_avg_bits"] = files[rank]["state"][0]["exp_avg_bits"][:, :-1]
-    return files[rank]
-
-
-def not_a_checkpoint(rank: int, files: list[dict]) -> dict:
-    return {"model": 1}
-
-
-def own_file(rank: int, files: list[dict]) -> dict:
-    return files[rank]
-
-
-def lacks_the_fresh_variance(rank: int, files: list[dict]) -> dict:
-    del files[rank]["state"][2]["exp_avg_sq_fresh"]
-    return files[rank]
-
-
-def other_fresh_variance_on_rank_1(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["exp_avg_sq_fresh"][3, 4] += rank * 1e-3
-    forget_checksums(files[rank])
-    return files[rank]
-
-
-def short_last_bits(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["exp_avg_last_bits"] = files[rank]["state"][0]["exp_avg_last_bits"][:, :-1]
-    return files[rank]
-
-
-def long_last_scale_on_rank_1(rank: int, files: list[dict]) -> dict:
-    scale = files[rank]["state"][0]["exp_avg_last_scale"]
-    files[rank]["state"][0]["exp_avg_last_scale"] = torch.cat([scale, scale[:, : rank * 2]], dim=1)
-    return files[rank]
-
-
-def other_layers_on_rank_1(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["layer"][0] *= 1 + rank
-    forget_checksums(files[rank])
-    return files[rank]
-
-
-def layers_of_another_model(rank: int, files: list[dict]) -> dict:
-    files[rank]["state"][0]["layer"] = torch.ones(4)
-    return files[rank]
-
-
-def lacks_layers(rank: int, files: list[dict]) -> dict:
-    del files[rank]["state"][0]["layer"]
-    return files[rank]
-
-
-def bad_r_max(rank: int, files: list[dict]) -> dict:
-    files[rank]["param_groups"][0]["r_max"] = 0.25
-    return files[rank]
-
-
-FOR_ANY = {
-    "rank_0s_file": ["rank is 0, but here it is 1; each rank must load the file that it saved itself"],
-    "lacks_a_key_on_rank_1": ["state_dict lacks the key 'worker_error'"],
-    "other_moment_on_rank_1": ["steps is 6 on rank 0 but 7 on rank 1", "of the same moment"],
-    "other_variance_on_rank_1": ["checksum of exp_avg_sq of parameter 0", "of the same moment"],
-}
-FOR_ADAM = {
-    "fewer_parameters": ["checkpoint of another model: its groups have [8] parameters", "[9]"],
-    "other_shape": ["checkpoint of another model", "exp_avg_sq of parameter 0", "(33, 40), got (40, 33)"],
-    "lacks_a_key": ["state_dict lacks the key 'worker_error'"],
-    "swapped_residual_on_rank_1": ["worker_error in the checkpoint must have 4096 columns, got (2, 1, 2048)"],
-    "lacks_bits": ["state_dict lacks the key 'exp_avg_bits'"],
-    "short_bits": ["exp_avg_bits in the checkpoint must have 512 columns, got (1, 511)"],
-    "other_format": ["checkpoint format must be 2, got 99"],
-    "as_version_1_wrote_it": ["checkpoint format must be 2, got 1; use the version that wrote it"],
-    "header_is_no_json": ["the checkpoint's header is damaged"],
-    "bad_lr": ["lr must be a finite number >= 0, got -1.0 in group 0 of the checkpoint"],
-    "not_a_checkpoint": ["state_dict lacks the key 'param_groups'; load the state_dict() of OneBitAdam"],
-}
-FOR_LAMB = {
-    "lacks_the_fresh_variance": ["state_dict lacks the key 'exp_avg_sq_fresh'"],
-    "other_fresh_variance_on_rank_1": ["checksum of exp_avg_sq_fresh of parameter 0", "of the same moment"],
-    "short_last_bits": ["exp_avg_last_bits in the checkpoint must have 512 columns, got (1, 511)"],
-    "long_last_scale_on_rank_1": ["exp_avg_last_scale in the checkpoint must have 32 columns, got (1, 34)"],
-    "other_layers_on_rank_1": ["checksum of layer of parameter 0", "of the same moment"],
-    "layers_of_another_model": ["layer of parameter 0 must have shape (3,), got (4,)"],
-    "lacks_layers": ["state_dict lacks the key 'layer'"],
-    "bad_r_max": ["r_min must be at most r_max, got 0.5 > 0.25 in group 0 of the checkpoint"],
-}
+OWN, RANK_0S = changed(lambda *_: None), lambda rank, files: files[0]
+FOR_ANY: list[tuple[str, Change]] = [
+    ("rank is 0, but here it is 1; each rank must load the file that it saved", RANK_0S),
+    ("state_dict lacks the key 'worker_error'", lacks("worker_error", on=(1,))),
+    (
+        "steps is 6 on rank 0 but 7 on rank 1 ... of the same moment",
+        header(lambda h, rank: h.update(steps=h["steps"] + rank)),
+    ),
+    ("checksum of exp_avg_sq of parameter 0 ... of the same moment", off_on_rank_1("exp_avg_sq", (3, 4))),
+]
+FOR_ADAM: list[tuple[str, Change]] = [
+    (
+        "checkpoint of another model: its groups have [8] parameters ... [9]",
+        changed(lambda file, _: file["param_groups"][0]["params"].pop()),
+    ),
+    (
+        "checkpoint of another model ... exp_avg_sq of parameter 0 ... (33, 40), got (40, 33)",
+        changed(lambda file, _: state_of(file).update(exp_avg_sq=torch.zeros(40, 33))),
+    ),
+    ("state_dict lacks the key 'worker_error'", lacks("worker_error")),
+    (
+        "worker_error in the checkpoint must have 4096 columns, got (2, 1, 2048)",
+        changed(lambda file, _: state_of(file).update(worker_error=state_of(file)["server_error"]), on=(1,)),
+    ),
+    ("state_dict lacks the key 'exp_avg_bits'", lacks("exp_avg_bits")),
+    ("exp_avg_bits in the checkpoint must have 512 columns, got (1, 511)", short("exp_avg_bits")),
+    ("checkpoint format must be 2, got 99", header(lambda h, _: h.update(format=99))),
+    ("checkpoint format must be 2, got 1; use the version that wrote it", as_version_1_wrote_it),
+    ("the checkpoint's header is damaged", changed(lambda file, _: file["param_groups"][0].update(fusedonebit="{"))),
+    (
+        "lr must be a finite number >= 0, got -1.0 in group 0 of the checkpoint",
+        changed(lambda file, _: file["param_groups"][0].update(lr=-1.0)),
+    ),
+    ("state_dict lacks the key 'param_groups'; load the state_dict() of OneBitAdam", lambda rank, files: {"model": 1}),
+]
+FOR_LAMB: list[tuple[str, Change]] = [
+    ("state_dict lacks the key 'exp_avg_sq_fresh'", lacks("exp_avg_sq_fresh", 2)),
+    ("checksum of exp_avg_sq_fresh of parameter 0 ... of the same moment", off_on_rank_1("exp_avg_sq_fresh", (3, 4))),
+    ("exp_avg_last_bits in the checkpoint must have 512 columns, got (1, 511)", short("exp_avg_last_bits")),
+    ("exp_avg_last_scale in the checkpoint must have 32 columns, got (1, 34)", changed(long_last_scale)),
+    ("checksum of layer of parameter 0 ... of the same moment", off_on_rank_1("layer", 0)),
+    (
+        "layer of parameter 0 must have shape (3,), got (4,)",
+        changed(lambda file, _: state_of(file).update(layer=torch.ones(4))),
+    ),
+    ("state_dict lacks the key 'layer'", lacks("layer")),
+    (
+        "r_min must be at most r_max, got 0.5 > 0.25 in group 0 of the checkpoint",
+        changed(lambda file, _: file["param_groups"][0].update(r_max=0.25)),
+    ),
+]
+WRONG = {"onebit-adam": FOR_ANY + FOR_ADAM, "onebit-lamb": FOR_ANY + FOR_LAMB}
 
 
 @cache
@@ -207,19 +157,18 @@ def files_of(world_size: int, name: str) -> list[dict]:
     return run_ranks(saved_state, world_size, name, torch.float32)
 
 
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize(
-    ("name", "make_wrong", "texts"),
-    [("onebit-adam", *case) for case in (FOR_ANY | FOR_ADAM).items()]
-    + [("onebit-lamb", *case) for case in (FOR_ANY | FOR_LAMB).items()],
-)
-def test_wrong_checkpoints_raise_on_all_ranks_and_change_nothing(name, make_wrong, texts):
-    files = files_of(2, name)
-    for kind, message, unchanged in run_ranks(load_wrong, 2, name, make_wrong, files, group_timeout=10):
+def check(told: list[tuple[str, str]], text: str) -> None:
+    """Whether each rank was told all parts of the text."""
+    for kind, message in told:
         assert kind in ("ValueError", "DisagreementError")
-        for text in texts:
-            assert text in message
-        assert unchanged
+        assert all(part in message for part in text.split(" ... ")), (text, message)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_checkpoints_raise_on_all_ranks_and_change_nothing(name):
+    results = run_ranks(load_wrong, 2, name, "wrong", files_of(2, name), group_timeout=10)
+    for (text, _), *told in zip(WRONG[name], *results, strict=True):
+        check(told, text)
 
 
 @pytest.mark.long(but=1)
@@ -233,11 +182,8 @@ def test_wrong_checkpoints_raise_on_all_ranks_and_change_nothing(name, make_wron
     ],
 )
 def test_another_algorithms_checkpoint_raises_and_is_not_loaded(saved_by, name, text):
-    files = files_of(2, saved_by)
-    for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, group_timeout=10):
-        assert kind in ("ValueError", "DisagreementError")
-        assert text in message
-        assert unchanged
+    results = run_ranks(load_wrong, 2, name, "own", files_of(2, saved_by), group_timeout=10)
+    check([told for (told,) in results], text)
 
 
 @pytest.mark.long(but=1)
@@ -247,21 +193,18 @@ def test_another_algorithms_checkpoint_raises_and_is_not_loaded(saved_by, name, 
 def test_another_settings_checkpoint_raises_and_is_not_loaded(name, value, option):
     was, now = {option: not value}, {option: value}
     files = run_ranks(saved_state, 2, name, torch.float32, was)
-    for kind, message, unchanged in run_ranks(load_wrong, 2, name, "own_file", files, now, group_timeout=10):
-        assert kind == "ValueError"
-        assert f"written with {option}={not value}, but here it is {value}" in message
-        assert unchanged
+    results = run_ranks(load_wrong, 2, name, "own", files, now, group_timeout=10)
+    check([told for (told,) in results], f"written with {option}={not value}, but here it is {value}")
 
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("was", "now"), [(2, 1), (2, 4), (4, 2)])
 def test_one_ranks_file_of_another_world_size_says_so(was, now):
     files = files_of(was, "onebit-adam")
-    for kind, message, unchanged in run_ranks(load_wrong, now, "onebit-adam", "rank_0s_file", files, group_timeout=10):
-        assert kind in ("ValueError", "DisagreementError")
-        assert f"world_size is {was}, but here it is {now}, and this is one rank's file" in message
-        assert "through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as many ranks" in message
-        assert unchanged
+    results = run_ranks(load_wrong, now, "onebit-adam", "rank 0's", files, group_timeout=10)
+    way_out = "through torch.distributed.checkpoint (fusedonebit.dcp), or resume with as many ranks"
+    text = f"world_size is {was}, but here it is {now}, and this is one rank's file ... {way_out}"
+    check([told for (told,) in results], text)
 
 
 def warmup_at_another_world_size(rank: int, world_size: int, name: str, saved: dict) -> tuple[str, Tensor, list]:

@@ -77,32 +77,6 @@ def test_state_that_torch_saved_by_number_loads_as_the_page_says(tmp_path, name,
             assert "torch's `Missing key in checkpoint state_dict: optimizer.state...`" in page
 
 
-def flattened(rank: int, world_size: int, folder: str) -> list[str]:
-    model, optimizer = make("adam")
-    train(model, optimizer, range(20))
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    flat = get_optimizer_state_dict(model, optimizer, options=options)
-    torch_dcp.save({"optimizer": flat}, checkpoint_id=folder)
-    fresh, other = make("adam")
-    before, errors = everything(fresh, other), []
-    for call in (
-        lambda: set_optimizer_state_dict(fresh, other, flat, options=options),
-        lambda: dcp.template(fresh, other, folder),
-    ):
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            errors.append(str(error))
-    assert differing(everything(fresh, other), before) == []
-    return errors
-
-
-def test_a_flattened_state_which_torch_thins_out_is_refused(tmp_path):
-    for by_torch, by_template in run_ranks(flattened, 2, str(tmp_path / "saved"), group_timeout=20):
-        assert "torch's flatten_optimizer_state_dict=True drops what a new optimizer does not have" in by_torch
-        assert "was saved with flatten_optimizer_state_dict=True" in by_template
-
-
 def through_full_state(rank: int, world_size: int, name: str) -> tuple[list[str], list[tuple]]:
     model, optimizer = make(name)
     train(model, optimizer, range(20))

@@ -13,14 +13,13 @@ import pytest
 import torch
 from ddp_runs import Net, loss_of
 from observe import fingerprint, parameters
-from optimizers import MAKE
-from ranks import run_ranks
+from optimizers import MAKE, WAYS, by_name
+from ranks import run_ranks, warned
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from fusedonebit import FusedOneBitWarning, MarsitAdam, OneBitAdam, Rounds, Wire, ZeroOneAdam, ddp
+from fusedonebit import FusedOneBitWarning, OneBitAdam, ddp
 from fusedonebit.comm import DisagreementError
-from fusedonebit.optim.policies import FixedRounds
 
 AFTER = 4
 """Steps of what follows."""
@@ -31,6 +30,12 @@ def attached(make: Any, **wrap: Any) -> tuple[DistributedDataParallel, Any, ddp.
     model = DistributedDataParallel(Net(), **wrap)
     optimizer = make(model.parameters(), 1e-3)
     return model, optimizer, ddp.attach(model, optimizer)
+
+
+def quietly(call: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call()
 
 
 def train(model: Any, optimizer: Any, rank: int, steps: range, spoil: Any = ()) -> None:
@@ -51,10 +56,7 @@ def follow(model: DistributedDataParallel, rank: int, first: int) -> tuple[bool,
     torch.manual_seed(1)
     plain = DistributedDataParallel(copy.deepcopy(model.module))
     followers = [(each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for each in (model, plain)]
-    for each in (
-        model,
-        plain,
-    ) * 2:  # DDP orders its buckets anew after one, and then three ranks' sums are rounded anew
+    for each in (model, plain) * 2:  # DDP orders its buckets anew after one, and then rounds three ranks' sums anew
         loss_of(each, rank, first).backward()
     same = True
     for step in range(first, first + AFTER):
@@ -74,12 +76,10 @@ def in_each_stage(rank: int, world_size: int, name: str) -> dict[str, tuple[bool
     seen = {}
     for stage, steps in STAGES.items():
         model, optimizer, handle = attached(MAKE[name])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            train(model, optimizer, rank, range(steps), spoil=(5,) if "skipped" in stage else ())
-            to_the_end_of_a_round(model, optimizer, rank, steps)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        spoil = (5,) if "skipped" in stage else ()
+        quietly(lambda o=optimizer, m=model, n=steps, spoil=spoil: train(m, o, rank, range(n), spoil))
+        quietly(lambda o=optimizer, m=model, n=steps: to_the_end_of_a_round(m, o, rank, n))
+        with warned() as caught:
             handle.detach()
         said = [str(each.message) for each in caught if issubclass(each.category, FusedOneBitWarning)]
         seen[stage] = (*follow(model, rank, steps), said, optimizer.phase)
@@ -111,22 +111,16 @@ def test_after_detach_gradients_are_plain_ddps_and_ranks_equal(name):
 
 
 def within_a_round(rank: int, world_size: int, kind: str) -> tuple[str, bool, str]:
-    makes = {
-        "ZeroOneAdam": lambda params, lr: ZeroOneAdam(params, lr, sync_policy=FixedRounds(3)),
-        "MarsitAdam": lambda params, lr: MarsitAdam(params, lr, rounds=Rounds(local_steps=3)),
-    }
-    model, optimizer, handle = attached(makes[kind])
+    model, optimizer, handle = attached(WAYS[kind])
     train(model, optimizer, rank, range(4))
     with pytest.raises(RuntimeError) as caught:
         handle.detach()
     train(model, optimizer, rank, range(4, 6))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle.detach()
+    quietly(handle.detach)
     return str(caught.value), *follow(model, rank, 6)
 
 
-@pytest.mark.parametrize("kind", ["ZeroOneAdam", "MarsitAdam"])
+@pytest.mark.parametrize("kind", ["ZeroOneAdam, own, rounds of 3", "MarsitSGD, rounds of 3"])
 def test_detach_within_a_round_is_refused_and_works_at_its_end(kind):
     (error, same, bits), other = run_ranks(within_a_round, 2, kind)
     assert error.startswith("detach() must come between two rounds, but 1 steps of this one are done")
@@ -138,9 +132,8 @@ WHEN = ["in the warm-up", "in compression", "under no_sync", "without gradients 
 
 
 def between_backward_and_step(rank: int, world_size: int, when: str) -> tuple[float, str, bool]:
-    wire = Wire(overlap=True) if when == "with overlap" else Wire()
     steps = 1 if when in ("in the warm-up", "with overlap") else 4
-    model, optimizer, handle = attached(lambda params, lr: OneBitAdam(params, lr, freeze_step=2, wire=wire))
+    model, optimizer, handle = attached(by_name(OneBitAdam, freeze_step=2, overlap=when == "with overlap"))
     train(model, optimizer, rank, range(steps))
     optimizer.zero_grad()
     mean = Net()
@@ -149,9 +142,7 @@ def between_backward_and_step(rank: int, world_size: int, when: str) -> tuple[fl
     if when != "without gradients on rank 1" or rank == 0:
         with model.no_sync() if "no_sync" in when else torch.enable_grad():
             loss_of(model, rank, steps).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle.detach()
+    quietly(handle.detach)
     pairs = zip(model.parameters(), mean.parameters(), strict=True)
     apart = max(float((p.grad - q.grad).abs().max() / q.grad.abs().max()) for p, q in pairs)
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
@@ -169,8 +160,7 @@ def test_gradients_that_wait_for_a_step_are_averaged_by_detach(when):
 
 
 def with_buckets_under_way(rank: int, world_size: int) -> tuple[list[int], str, list[list[int]], bool, str]:
-    wire = Wire(overlap=True, buckets=2)
-    model, optimizer, handle = attached(lambda params, lr: OneBitAdam(params, lr, freeze_step=2, wire=wire))
+    model, optimizer, handle = attached(by_name(OneBitAdam, freeze_step=2, overlap=True, buckets=2))
     reducer = optimizer.algorithm.exchange.reducer
     train(model, optimizer, rank, range(5))
     optimizer.zero_grad()
@@ -179,9 +169,7 @@ def with_buckets_under_way(rank: int, world_size: int) -> tuple[list[int], str, 
     with pytest.raises(RuntimeError) as caught:
         handle.detach()
     optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle.detach()
+    quietly(handle.detach)
     loss_of(model, rank, 6).backward()
     return under_way, str(caught.value), sorted(reducer.under_way), *follow(model, rank, 7)
 
@@ -219,9 +207,9 @@ def one_after_the_other(rank: int, world_size: int, names: list[str]) -> list[tu
     made = {name: MAKE[name](model.parameters(), 1e-3) for name in names}
     seen = []
     for name in names:
+        handle = ddp.attach(model, made[name])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            handle = ddp.attach(model, made[name])
             train(model, made[name], rank, range(4))
             to_the_end_of_a_round(model, made[name], rank, 4)
             handle.detach()
@@ -244,8 +232,7 @@ def test_each_of_ours_follows_others_on_one_model_and_comes_back(names):
 
 def goes_on_by_itself(rank: int, world_size: int, steps: int) -> tuple[str, bool, int]:
     model, optimizer, handle = attached(MAKE["OneBitAdam"])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         train(model, optimizer, rank, range(steps))
         handle.detach()
         train(model, optimizer, rank, range(steps, steps + 5))
@@ -292,9 +279,7 @@ def others_step(rank: int, world_size: int) -> dict[str, list[str]]:
         model.zero_grad()
         optimizer.zero_grad()
     assert elsewhere.tolist() == pytest.approx([-0.4] * 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle.detach()
+    quietly(handle.detach)
     others["AdamW"].step()
     return seen
 
@@ -317,9 +302,7 @@ def forgotten(rank: int, world_size: int, how: str) -> tuple[int, list[bool]]:
     train(model, optimizer, rank, range(4))
     while_attached = len(_global_optimizer_pre_hooks) - hooks
     if how == "detached":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            handle.detach()
+        quietly(handle.detach)
         assert len(_global_optimizer_pre_hooks) == hooks
         del handle
     gone = [weakref.ref(each) for each in (model, optimizer, optimizer.algorithm.moments.exp_avg_sq)]

@@ -27,7 +27,7 @@ from fusedonebit import (
     ZeroOneAdam,
 )
 from fusedonebit.comm import LocalTransport, SimulatedGroup
-from fusedonebit.optim.policies import Progress
+from fusedonebit.optim.policies import FixedRounds, Progress
 from fusedonebit.triton_kernels import using
 
 
@@ -41,27 +41,19 @@ class Renewals:
         return done.rounds < self.most
 
 
-@dataclass(frozen=True)
-class RoundsOf:
-    """Rounds of so many steps."""
-
-    length: int
-
-    def steps(self, done: Progress) -> int:
-        return self.length
+def own(length: int) -> dict[str, Any]:
+    """Workers with variances of their own, in rounds of so many steps."""
+    return {"sync_policy": FixedRounds(length)}
 
 
 def zero_one(renewals: int, length: int) -> dict[str, Any]:
-    return {"variance_policy": Renewals(renewals), "sync_policy": RoundsOf(length)}
-
-
-def own(length: int) -> dict[str, Any]:
-    """Workers with variances of their own."""
-    return {"sync_policy": RoundsOf(length)}
+    return {"variance_policy": Renewals(renewals)} | own(length)
 
 
 class Case(NamedTuple):
     """A kind of step: of which optimizer, after how many others, and device operations on 2 ranks and on one.
+
+    As many are ``aimed_at``, unless that says otherwise.
 
     ``scaler``: whether a GradScaler hands over its scale and what it has found.
     """
@@ -71,7 +63,7 @@ class Case(NamedTuple):
     before: int
     phase: str
     counted: tuple[int, int]
-    aimed_at: tuple[int, int]
+    aimed_at: tuple[int, int] | None = None
     scaler: bool = False
 
 
@@ -84,68 +76,62 @@ CLIPS: dict[str, Any] = {"max_grad_norm": 1.0}
 CLIPPING_ADAM = (OneBitAdam, {"freeze_step": 2, **CLIPS})
 IN_BF16, IN_CODES = ({"numerics": Numerics(state=state)} for state in ("bf16", "8bit"))
 CASES = {
-    "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4), (9, 4)),
-    "OneBitAdam, living": Case(*LIVING, 14, "compression", (9, 4), (9, 4)),
-    "OneBitAdam, living, clips, scaler": Case(
-        LIVING[0], LIVING[1] | CLIPS, 14, "compression", (12, 6), (12, 6), scaler=True
-    ),
+    "OneBitAdam": Case(*ADAM, 4, "compression", (9, 4)),
+    "OneBitAdam, living": Case(*LIVING, 14, "compression", (9, 4)),
+    "OneBitAdam, living, clips, scaler": Case(LIVING[0], LIVING[1] | CLIPS, 14, "compression", (12, 6), scaler=True),
     "OneBitAdam, living, tells squares": Case(*LIVING, 10, "compression", (15, 8), (13, 8)),
     "OneBitAdam, living, renews": Case(*LIVING, 11, "compression", (14, 8), (13, 8)),
     "OneBitAdam, living, renews and tells squares": Case(*LIVING, 4, "compression", (20, 12), (13, 8)),
-    "OneBitAdam, state in bf16": Case(OneBitAdam, ADAM[1] | IN_BF16, 4, "compression", (9, 4), (9, 4)),
-    "OneBitAdam, state in codes": Case(OneBitAdam, ADAM[1] | IN_CODES, 4, "compression", (9, 4), (9, 4)),
-    "OneBitAdam, living, state in codes": Case(OneBitAdam, LIVING[1] | IN_CODES, 14, "compression", (9, 4), (9, 4)),
+    "OneBitAdam, state in bf16": Case(OneBitAdam, ADAM[1] | IN_BF16, 4, "compression", (9, 4)),
+    "OneBitAdam, state in codes": Case(OneBitAdam, ADAM[1] | IN_CODES, 4, "compression", (9, 4)),
+    "OneBitAdam, living, state in codes": Case(OneBitAdam, LIVING[1] | IN_CODES, 14, "compression", (9, 4)),
     "OneBitAdam, living, state in codes, renews": Case(
         OneBitAdam, LIVING[1] | IN_CODES, 11, "compression", (14, 8), (13, 8)
     ),
-    "OneBitAdam, clips": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6)),
-    "OneBitAdam, scaler": Case(*ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
-    "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), (12, 6), scaler=True),
-    "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6), (11, 6)),
+    "OneBitAdam, clips": Case(*CLIPPING_ADAM, 4, "compression", (12, 6)),
+    "OneBitAdam, scaler": Case(*ADAM, 4, "compression", (12, 6), scaler=True),
+    "OneBitAdam, clips, scaler": Case(*CLIPPING_ADAM, 4, "compression", (12, 6), scaler=True),
+    "OneBitLamb": Case(*LAMB, 4, "compression", (11, 6)),
     "OneBitLamb, living": Case(*LIVING_LAMB, 14, "compression", (10, 5), (11, 6)),
     "OneBitLamb, living, clips, scaler": Case(
         LIVING_LAMB[0], LIVING[1] | CLIPS, 14, "compression", (13, 7), (14, 8), scaler=True
     ),
     "OneBitLamb, living, tells squares": Case(*LIVING_LAMB, 10, "compression", (16, 9), (15, 10)),
     "OneBitLamb, living, renews": Case(*LIVING_LAMB, 11, "compression", (24, 18), (15, 10)),
-    "OneBitAdam, 4 buckets": Case(
-        OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (24, 11), (24, 11)
-    ),
-    "OneBitLamb, clips, scaler": Case(
-        OneBitLamb, {"freeze_step": 2, **CLIPS}, 4, "compression", (14, 8), (14, 8), scaler=True
-    ),
-    "AdamW": Case(AdamW, {}, 3, "uncompressed", (19, 3), (19, 3)),
-    "AdamW, clips, scaler": Case(AdamW, CLIPS, 3, "uncompressed", (49, 6), (49, 6), scaler=True),
-    "Lamb": Case(Lamb, {}, 3, "uncompressed", (21, 5), (21, 5)),
-    "Lamb, state in codes": Case(Lamb, IN_CODES, 3, "uncompressed", (21, 5), (21, 5)),
-    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8), (8, 8)),
-    "OneBitLion, clips, scaler": Case(OneBitLion, CLIPS, 3, "one-bit", (11, 10), (11, 10), scaler=True),
+    "OneBitAdam, 4 buckets": Case(OneBitAdam, {"freeze_step": 2, "wire": Wire(buckets=4)}, 4, "compression", (24, 11)),
+    "OneBitLamb, clips, scaler": Case(OneBitLamb, {"freeze_step": 2, **CLIPS}, 4, "compression", (14, 8), scaler=True),
+    "AdamW": Case(AdamW, {}, 3, "uncompressed", (19, 3)),
+    "AdamW, clips, scaler": Case(AdamW, CLIPS, 3, "uncompressed", (49, 6), scaler=True),
+    "Lamb": Case(Lamb, {}, 3, "uncompressed", (21, 5)),
+    "Lamb, state in codes": Case(Lamb, IN_CODES, 3, "uncompressed", (21, 5)),
+    "OneBitLion": Case(OneBitLion, {}, 3, "one-bit", (8, 8)),
+    "OneBitLion, clips, scaler": Case(OneBitLion, CLIPS, 3, "one-bit", (11, 10), scaler=True),
     "ZeroOneAdam, renewal": Case(ZeroOneAdam, zero_one(99, 1), 3, "uncompressed", (27, 20), (9, 9)),
-    "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 4), (9, 4)),
+    "ZeroOneAdam, round of one": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (9, 4)),
     "ZeroOneAdam, first local step": Case(ZeroOneAdam, zero_one(2, 4), 6, "local", (3, 3), (2, 2)),
-    "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (2, 2), (2, 2)),
-    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (10, 5), (10, 5)),
-    "ZeroOneAdam, round of one, clips": Case(ZeroOneAdam, zero_one(2, 1) | CLIPS, 5, "one-bit", (12, 6), (12, 6)),
+    "ZeroOneAdam, local step": Case(ZeroOneAdam, zero_one(2, 4), 7, "local", (2, 2)),
+    "ZeroOneAdam, last step": Case(ZeroOneAdam, zero_one(2, 4), 9, "one-bit", (10, 5)),
+    "ZeroOneAdam, round of one, clips": Case(ZeroOneAdam, zero_one(2, 1) | CLIPS, 5, "one-bit", (12, 6)),
     "ZeroOneAdam, round of one, scaler": Case(ZeroOneAdam, zero_one(2, 1), 5, "one-bit", (14, 8), (12, 6), scaler=True),
     "ZeroOneAdam, local step, clips, scaler": Case(
         ZeroOneAdam, zero_one(2, 4) | CLIPS, 7, "local", (6, 6), (4, 4), scaler=True
     ),
-    "ZeroOneAdam, own variances, local step": Case(ZeroOneAdam, own(4), 5, "local", (2, 2), (2, 2)),
+    "ZeroOneAdam, own variances, local step": Case(ZeroOneAdam, own(4), 5, "local", (2, 2)),
     "ZeroOneAdam, own variances, last step": Case(ZeroOneAdam, own(4), 7, "one-bit", (23, 8), (21, 8)),
-    "ZeroOneAdam, own variances, round of one": Case(ZeroOneAdam, own(1), 17, "one-bit", (12, 7), (12, 7)),
+    "ZeroOneAdam, own variances, round of one": Case(ZeroOneAdam, own(1), 17, "one-bit", (12, 7)),
     "ZeroOneAdam, own variances, round of one that tells": Case(ZeroOneAdam, own(1), 19, "one-bit", (22, 7), (20, 7)),
     "ZeroOneAdam, own variances, clips, scaler": Case(
         ZeroOneAdam, own(4) | CLIPS, 7, "one-bit", (27, 11), (25, 11), scaler=True
     ),
-    "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (8, 4), (8, 4)),
-    "MarsitSGD, clips, scaler": Case(MarsitSGD, CLIPS, 4, "one-bit", (11, 6), (11, 6), scaler=True),
-    "MarsitSGD, owner": Case(MarsitSGD, {"topology": "owner"}, 4, "one-bit", (7, 7), (7, 7)),
-    "MarsitAdam": Case(MarsitAdam, {}, 4, "one-bit", (9, 5), (9, 5)),
+    "MarsitSGD": Case(MarsitSGD, {}, 4, "one-bit", (8, 4)),
+    "MarsitSGD, clips, scaler": Case(MarsitSGD, CLIPS, 4, "one-bit", (11, 6), scaler=True),
+    "MarsitSGD, owner": Case(MarsitSGD, {"topology": "owner"}, 4, "one-bit", (7, 7)),
+    "MarsitAdam": Case(MarsitAdam, {}, 4, "one-bit", (9, 5)),
     "MarsitSGD, full precision": Case(
         MarsitSGD, {"rounds": Rounds(full_precision_every=1)}, 4, "uncompressed", (7, 6), (7, 7)
     ),
-    "MarsitSGD, first local step": Case(MarsitSGD, SEVERAL, 4, "local", (2, 2), (2, 2)),
-    "MarsitSGD, local step": Case(MarsitSGD, SEVERAL, 5, "local", (2, 2), (2, 2)),
+    "MarsitSGD, first local step": Case(MarsitSGD, SEVERAL, 4, "local", (2, 2)),
+    "MarsitSGD, local step": Case(MarsitSGD, SEVERAL, 5, "local", (2, 2)),
     "MarsitSGD, last step": Case(MarsitSGD, SEVERAL, 7, "one-bit", (10, 6), (9, 5)),
 }
 MADE_ANEW = ("ZeroOneAdam, renewal", "ZeroOneAdam, local step", "ZeroOneAdam, local step, clips, scaler")
@@ -233,7 +219,7 @@ def test_a_step_makes_as_many_device_operations_as_recorded(name, tensors, world
     for what, count in sorted(found.items()):
         print(f"{count:4d} {what}")
     total, recorded = sum(found.values()), case.counted[world_size == 1]
-    aimed_at = case.aimed_at[world_size == 1]
+    aimed_at = (case.aimed_at or case.counted)[world_size == 1]
     print(f"{name}, {tensors} tensors, W = {world_size}: {total} device operations ({aimed_at} aimed at)")
     scheduled = 1 + (name in MADE_ANEW or name.startswith("Marsit")) if tensors == 302 else 0
     assert total == recorded + scheduled

@@ -21,6 +21,7 @@ import pages
 import pytest
 import torch
 from fresh import ROOT, Server, environment
+from optimizers import EVERY
 
 import fusedonebit
 
@@ -45,7 +46,7 @@ def refused(kind, call):
 """
 STEPS = "before = model.weight.clone(); train({}, 3); assert not torch.equal(before, model.weight)"
 
-OPTIMIZERS = ("AdamW", "Lamb", "MarsitAdam", "MarsitSGD", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam")
+OPTIMIZERS = [kind.__name__ for kind in EVERY]
 OBJECTS = {
     "Faults": "OneBitAdam(model.parameters(), faults=fusedonebit.Faults(guard='off'))",
     "Freeze": "OneBitAdam(model.parameters(), freeze_step=fusedonebit.Freeze(step=2))",
@@ -59,6 +60,15 @@ LION = "optimizer = fusedonebit.OneBitLion(model.parameters())"
 POLICY = "train(fusedonebit.ZeroOneAdam(model.parameters(), variance_policy={}, sync_policy={}), 3)"
 PROGRESS = "done = fusedonebit.policies.Progress(3, 3, 1, 2)"
 VARIANCE, EVERY = "fusedonebit.policies.DoublingVariance()", "fusedonebit.policies.EveryStep()"
+WRAPPED = """
+import torch.distributed as dist
+dist.init_process_group('gloo', init_method='file://' + __file__ + '.store', rank=0, world_size=1)
+wrapped = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = fusedonebit.OneBitAdam(wrapped.parameters())
+{}
+wrapped(torch.ones(3, 4)).sum().backward()
+{}
+dist.destroy_process_group()"""
 NAMES = {
     **{name: STEPS.format(f"fusedonebit.{name}(model.parameters())") for name in OPTIMIZERS},
     **{name: STEPS.format(f"fusedonebit.{made}") for name, made in OBJECTS.items()},
@@ -97,21 +107,11 @@ NAMES = {
         "fusedonebit.dcp.template(model, optimizer, 'saved', prefix='optimizer')"
     ),
     "ddp": "fusedonebit.ddp.attach",
-    "ddp.attach": (
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', init_method='file://' + __file__ + '.store', rank=0, world_size=1)\n"
-        "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
-        "optimizer = fusedonebit.OneBitAdam(wrapped.parameters())\nfusedonebit.ddp.attach(wrapped, optimizer)\n"
-        "wrapped(torch.ones(3, 4)).sum().backward()\noptimizer.step()\ndist.destroy_process_group()"
-    ),
-    "ddp.Handle": (
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', init_method='file://' + __file__ + '.store', rank=0, world_size=1)\n"
-        "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
-        "optimizer = fusedonebit.OneBitAdam(wrapped.parameters())\n"
+    "ddp.attach": WRAPPED.format("fusedonebit.ddp.attach(wrapped, optimizer)", "optimizer.step()"),
+    "ddp.Handle": WRAPPED.format(
         "handle = fusedonebit.ddp.attach(wrapped, optimizer)\nassert isinstance(handle, fusedonebit.ddp.Handle)\n"
-        "handle.detach()\nwrapped(torch.ones(3, 4)).sum().backward()\n"
-        "torch.optim.AdamW(wrapped.parameters()).step()\ndist.destroy_process_group()"
+        "handle.detach()",
+        "torch.optim.AdamW(wrapped.parameters()).step()",
     ),
     "policies": "fusedonebit.policies.FixedRounds(2)",
     "policies.AlignedRounds": POLICY.format(VARIANCE, f"fusedonebit.policies.AlignedRounds({EVERY}, 2)"),
@@ -220,11 +220,7 @@ def documented() -> dict[str, str]:
             module, _, name = path.rpartition(".")
             if kind == "module":
                 found[path] = f"import {path}"
-            elif (
-                module != "fusedonebit.triton_kernels"
-                and "mpi" not in module
-                and path[len("fusedonebit.") :] not in NAMES
-            ):
+            elif module != "fusedonebit.triton_kernels" and "mpi" not in module and path.partition(".")[2] not in NAMES:
                 found[path] = f"from {module} import {name}"
     return found
 
@@ -252,13 +248,12 @@ def pasted(blocks: list[pages.Block], block: pages.Block, page: str) -> str:
     """A block, behind those before it that have the names it uses; behind all where hidden code comes before it."""
     before = blocks[: blocks.index(block)]
     if not (before and hidden(before[-1], page)):
-        wanted, chosen = names(block.text)[1], []
-        for earlier in reversed(before):
-            made, needed = names(earlier.text)
+        wanted, earlier, before = names(block.text)[1], before, []
+        for each in reversed(earlier):
+            made, needed = names(each.text)
             if made & wanted:
                 wanted = wanted - made | needed
-                chosen.insert(0, earlier)
-        before = chosen
+                before.insert(0, each)
     code = "\n".join(each.text for each in [*before, block])
     return code if torch.cuda.is_available() else code.replace('"cuda"', '"cpu"')
 

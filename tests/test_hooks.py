@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from observe import train
 from optimizers import MAKE
 from torch import Tensor, nn
 
@@ -17,22 +18,16 @@ from fusedonebit.comm import SimulatedGroup
 
 EACH = pytest.mark.parametrize("name", MAKE)
 STAGES = pytest.mark.parametrize("steps", [1, 4], ids=["uncompressed", "bits"])
+LARGEST = ("exp_avg_sq", "momentum_buffer", "worker_error", "exp_avg")
+"""What an optimizer keeps of each element; each has one of them."""
 
 
-def trained(name: str, steps: int, transport: Any = None, seed: int = 0) -> tuple[nn.Module, Any]:
+def trained(name: str, steps: int, transport: Any = None, rank: int = 0) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer: Any = MAKE[name](model.parameters(), lr=1e-3, process_group=transport)
-    train(model, optimizer, steps, seed)
+    train(optimizer, rank, range(steps))
     return model, optimizer
-
-
-def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4, generator=generator)).square().sum().backward()
-        optimizer.step()
 
 
 def tensors(state_dict: dict) -> dict[str, Tensor]:
@@ -42,59 +37,40 @@ def tensors(state_dict: dict) -> dict[str, Tensor]:
     return found
 
 
-@STAGES
-@EACH
-def test_a_pre_hook_of_loading_sees_what_was_saved(name, steps):
-    _, optimizer = trained(name, steps)
-    saved = copy.deepcopy(optimizer.state_dict())
-    _, resumed = trained(name, 0)
-    seen: list[Any] = []
-    resumed.register_load_state_dict_pre_hook(lambda _, given: seen.append(copy.deepcopy(given)))
-    resumed.load_state_dict(saved)
-    assert tensors(saved)
-    assert tensors(seen[0]).keys() == tensors(saved).keys()
-    assert all(torch.equal(tensors(seen[0])[key], value) for key, value in tensors(saved).items())
-    assert header_of(seen[0]) == header_of(saved)
+def equal(one: dict, other: dict) -> bool:
+    """Whether two state_dicts have the same tensors."""
+    ours, theirs = tensors(one), tensors(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
 @pytest.mark.long(but=8)
 @STAGES
 @EACH
-def test_what_a_pre_hook_of_loading_changes_is_loaded(name, steps):
-    _, optimizer = trained(name, steps)
-    saved = copy.deepcopy(optimizer.state_dict())
+def test_hooks_of_loading_see_what_was_saved_and_may_change_it(name, steps):
+    saved = copy.deepcopy(trained(name, steps)[1].state_dict())
     _, resumed = trained(name, 0)
+    seen: list[Any] = []
 
     def rename(_: Any, given: dict) -> dict:
         return {"state": given["renamed"], "param_groups": given["param_groups"]}
 
     def slow_down(_: Any, given: dict) -> None:
+        seen.append(copy.deepcopy(given))
         given["param_groups"] = copy.deepcopy(given["param_groups"])
         given["param_groups"][0]["lr"] = 0.25
 
     resumed.register_load_state_dict_pre_hook(slow_down)
     resumed.register_load_state_dict_pre_hook(rename, prepend=True)
+    resumed.register_load_state_dict_post_hook(lambda o: seen.append(copy.deepcopy(o.state_dict())))
     resumed.load_state_dict({"renamed": saved["state"], "param_groups": saved["param_groups"]})
-    assert resumed.param_groups[0]["lr"] == 0.25
+    before, after = seen
+    assert equal(before, saved)
+    assert header_of(before) == header_of(saved)
+    assert resumed.param_groups[0]["lr"] == after["param_groups"][0]["lr"] == 0.25
     assert saved["param_groups"][0]["lr"] == 1e-3
-    assert resumed.stats()["step"] == steps
-    now = tensors(resumed.state_dict())
-    assert all(torch.equal(now[key], value) for key, value in tensors(saved).items())
-
-
-@EACH
-def test_a_post_hook_of_loading_finds_everything_restored(name):
-    _, optimizer = trained(name, 4)
-    saved = copy.deepcopy(optimizer.state_dict())
-    _, resumed = trained(name, 0)
-    seen: list[Any] = []
-    resumed.register_load_state_dict_post_hook(
-        lambda o: seen.append((o.stats()["step"], copy.deepcopy(o.state_dict())))
-    )
-    resumed.load_state_dict(saved)
-    (step, state), _ = seen[0], saved
-    assert step == 4
-    assert all(torch.equal(tensors(state)[key], value) for key, value in tensors(saved).items())
+    assert resumed.stats()["step"] == header_of(after)["updates"] == steps
+    assert equal(after, saved)
+    assert equal(resumed.state_dict(), saved)
 
 
 @STAGES
@@ -122,28 +98,25 @@ def test_tensors_changed_by_hooks_are_saved_and_loaded_so(name, steps):
 
     def halve(_: Any, saved: dict) -> None:
         for state in saved["state"].values():
-            for key in ("exp_avg_sq", "momentum_buffer", "worker_error", "exp_avg"):
-                if key in state:
-                    state[key] = state[key] / 2
+            state.update({key: state[key] / 2 for key in LARGEST if key in state})
 
     plain = copy.deepcopy(optimizer.state_dict())
     optimizer.register_state_dict_post_hook(halve)
     halved = copy.deepcopy(optimizer.state_dict())
-    assert any(not torch.equal(tensors(plain)[key], value) for key, value in tensors(halved).items())
+    assert not equal(plain, halved)
     _, resumed = trained(name, 0)
     resumed.register_load_state_dict_pre_hook(lambda _, given: given.update(copy.deepcopy(given)))
     resumed.register_load_state_dict_pre_hook(halve)
     resumed.load_state_dict(halved)
     halve(None, halved)
-    now = tensors(resumed.state_dict())
-    assert all(torch.equal(now[key], value) for key, value in tensors(halved).items())
+    assert equal(resumed.state_dict(), halved)
 
 
 @EACH
 def test_damage_is_found_before_hooks_can_hide_it(name):
     _, optimizer = trained(name, 4)
     saved = copy.deepcopy(optimizer.state_dict())
-    key = next(key for key in ("exp_avg_sq", "momentum_buffer", "worker_error", "exp_avg") if key in saved["state"][0])
+    key = next(key for key in LARGEST if key in saved["state"][0])
     saved["state"][0][key].view(torch.uint8).flatten()[0] ^= 1
     _, resumed = trained(name, 0)
     resumed.register_load_state_dict_pre_hook(lambda *_: None)
@@ -176,8 +149,7 @@ def test_others_state_entries_outlive_the_freeze_and_new_groups(name):
     optimizer.state[model.weight]["depth"] = 3
     more = nn.Parameter(torch.zeros(3))
     optimizer.add_param_group({"params": [more]})
-    model.register_forward_hook(lambda _, inputs, output: output + more)
-    train(model, optimizer, 4)
+    train(optimizer, 0, range(4))
     assert optimizer.state["note"] == [1, 2]
     assert optimizer.state[model.weight]["depth"] == 3
 
@@ -187,7 +159,7 @@ def test_others_state_entries_outlive_the_freeze_and_new_groups(name):
 @EACH
 def test_a_hook_that_raises_on_one_rank_is_an_error_on_all(name, when):
     def rank_program(rank: int, transport: Any) -> str:
-        _, optimizer = trained(name, 4, transport, seed=rank)
+        _, optimizer = trained(name, 4, transport, rank)
         saved = copy.deepcopy(optimizer.state_dict())
         _, resumed = trained(name, 0, transport)
 
@@ -213,7 +185,7 @@ def test_a_hook_that_raises_on_one_rank_is_an_error_on_all(name, when):
 def test_hooks_run_in_torchs_order_and_only_once(make):
     model = nn.Linear(4, 3)
     optimizer = make(model.parameters())
-    train(model, optimizer, 3)
+    train(optimizer, 0, range(3))
     calls: list[str] = []
 
     def noting(what: str) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_folders import everything, make_network, write_folder
+from checkpoint_runs import everything, make_network, write_folder
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from observe import fingerprint

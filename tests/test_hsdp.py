@@ -12,10 +12,10 @@ import pytest
 import torch
 from conservation import BETA2, WARMUP, imbalance
 from conservation import look as look_at_momentum
-from observe import fingerprint, flat, parameters, served
+from observe import fingerprint, flat, named, parameters, served
 from optimizers import UNGUARDED, construct, objects
 from ranks import run_ranks
-from sharded import SHARDS, Bag, caught, cut, joined, like, make_mesh, shard, sharded_parameters
+from sharded import SHARDS, Bag, cut, joined, like, make_mesh, shard, sharded_parameters
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
@@ -154,7 +154,9 @@ def follow(rank: int, world_size: int, name: str, ternary: bool) -> dict:
             scaler.scale(torch.ones(()))
             scaler.step(optimizer)
             scaler.update()
-        raised = "" if event == "found_inf" else caught(optimizer.step)[0]
+        raised, said = ("", "") if event == "found_inf" else named(optimizer.step)
+        if event == "raise":
+            assert ("the gradient of parameter 4 must be" if rank == 3 else "another rank could not") in said
         stats = optimizer.stats()
         log.append((raised, stats["phase"], stats["step"], stats["skipped_steps"], scaler.get_scale()))
     states.append(look_at_momentum(optimizer))

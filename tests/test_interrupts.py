@@ -17,82 +17,65 @@ from interrupts import CLOSED, HALF, NOTHING, WHOLE, StopError, at_line, ctrl_c,
 from optimizers import MAKE, ONEBIT
 from ranks import run_ranks, simulate
 
-from fusedonebit import AdamW
+from fusedonebit import AdamW, Wire
 from fusedonebit.comm import CollectiveError, LocalTransport
 from fusedonebit.core.interrupts import SignalsWait
 
-ERRORS = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError, "StopError": StopError}
+MOMENTS = {each.__name__: stop(each) for each in (KeyboardInterrupt, MemoryError, StopError)} | {"Ctrl-C": ctrl_c}
 FEW = pytest.param(2, ("OneBitAdam", "AdamW, ours", "ZeroOneAdam"), id="few")
 MANY = pytest.param(12, tuple(MAKE), id="many")
 ALL = pytest.param(45, tuple(MAKE), id="all")
-FEW_OF_RANKS = pytest.param(2, ("OneBitLamb",), id="few")
-MANY_OF_RANKS = pytest.param(4, tuple(MAKE), id="many")
+OF_RANKS = [pytest.param(2, ("OneBitLamb",), id="few"), pytest.param(4, tuple(MAKE), id="many")]
 
 
-@pytest.mark.long(but=1)
+def total_of(title: str, seen: dict[str, Counter[str]]) -> Counter[str]:
+    interrupts.show(title, seen)
+    return sum(seen.values(), Counter[str]())
+
+
+@pytest.mark.long(but=("few-KeyboardInterrupt", "few-MemoryError", "few-StopError", "few-Ctrl-C"))
+@pytest.mark.parametrize("what", MOMENTS)
 @pytest.mark.parametrize(("count", "names"), [FEW, MANY])
-def test_ctrl_c_at_any_line_of_a_step_leaves_a_whole_one_or_none(count, names):
-    seen = {name: Counter(interrupts.trial(name, seed, ctrl_c) for seed in range(count)) for name in names}
-    interrupts.show("Ctrl-C at a line", seen)
-    total = sum(seen.values(), Counter[str]())
-    assert total[WHOLE] + total[NOTHING] == count * len(names)
+def test_what_stops_a_step_at_any_line_leaves_a_whole_one_or_none(count, names, what):
+    trials = {name: (interrupts.trial(name, seed, MOMENTS[what]) for seed in range(count)) for name in names}
+    total = total_of(f"{what} at a line", {name: Counter(verdicts) for name, verdicts in trials.items()})
+    assert total[HALF] == 0
+    assert total[WHOLE] + total[NOTHING] + total[CLOSED] * (what != "Ctrl-C") == count * len(names)
 
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("count", "names"), [FEW, ALL])
 def test_ctrl_c_at_any_time_leaves_no_half_step(count, names):
-    seen = {name: interrupts.at_random_times(name, count, count) for name in names}
-    interrupts.show("Ctrl-C at a time", seen)
-    total = sum(seen.values(), Counter[str]())
+    total = total_of("Ctrl-C at a time", {name: interrupts.at_random_times(name, count, count) for name in names})
     assert total.total() == count * len(names)
     assert total[HALF] == 0
     assert total[CLOSED] <= 0.05 * total.total()
 
 
-@pytest.mark.long(but=1)
-@pytest.mark.parametrize(("count", "names"), [FEW, MANY])
-@pytest.mark.parametrize("error", ERRORS)
-def test_no_exception_leaves_half_a_step(error, count, names):
-    what = stop(ERRORS[error])
-    seen = {name: Counter(interrupts.trial(name, seed, what) for seed in range(count)) for name in names}
-    interrupts.show(error, seen)
-    assert sum(seen.values(), Counter[str]())[HALF] == 0
-
-
-def _strike(rank: int, transport: Any, name: str, seed: int) -> str:
-    return interrupts.trial(name, seed, stop(KeyboardInterrupt), rank, rank == 0, process_group=transport)
+def _strike(rank: int, transport: Any, name: str, seed: int, what: str) -> str:
+    return interrupts.trial(name, seed, MOMENTS[what], rank, rank == 0, process_group=transport)
 
 
 @pytest.mark.long(but=1)
-@pytest.mark.parametrize(("count", "names"), [FEW_OF_RANKS, MANY_OF_RANKS])
+@pytest.mark.parametrize(("count", "names"), OF_RANKS)
 def test_ranks_stay_equal_after_an_interrupt_or_none_goes_on(count, names):
     seen: dict[str, Counter[str]] = {}
     for name in names:
-        pairs = [simulate(_strike, 2, name, seed) for seed in range(count)]
+        pairs = [simulate(_strike, 2, name, seed, "KeyboardInterrupt") for seed in range(count)]
         assert all((one == CLOSED) == (other == CLOSED) for one, other in pairs), pairs
         seen[name] = Counter(verdict for pair in pairs for verdict in pair)
-    interrupts.show("one of two ranks", seen)
-    assert sum(seen.values(), Counter[str]())[HALF] == 0
+    assert total_of("one of two ranks", seen)[HALF] == 0
 
 
 def _strike_by_signal(rank: int, world_size: int, count: int, names: tuple[str, ...]) -> dict[str, Counter[str]]:
-    import torch.distributed as dist
-
-    group = dist.group.WORLD
-    return {
-        name: Counter(
-            interrupts.trial(name, seed, ctrl_c, rank, rank == 0, process_group=group) for seed in range(count)
-        )
-        for name in names
-    }
+    group = torch.distributed.group.WORLD
+    return {name: Counter(_strike(rank, group, name, seed, "Ctrl-C") for seed in range(count)) for name in names}
 
 
 @pytest.mark.long(but=1)
-@pytest.mark.parametrize(("count", "names"), [FEW_OF_RANKS, MANY_OF_RANKS])
+@pytest.mark.parametrize(("count", "names"), OF_RANKS)
 def test_ctrl_c_on_one_of_two_processes_stops_none(count, names):
-    seen = run_ranks(_strike_by_signal, 2, count, names)[0]
-    interrupts.show("Ctrl-C, two processes", seen)
-    total = sum(seen.values(), Counter[str]())
+    total = total_of("Ctrl-C, two processes", run_ranks(_strike_by_signal, 2, count, names)[0])
     assert total[WHOLE] + total[NOTHING] == count * len(names)
 
 
@@ -107,17 +90,12 @@ class _Hangs(LocalTransport):
         super()._call(collective, nbytes, *tensors)
 
 
-def _pressed(times: int) -> tuple[Any, list[Any], _Hangs]:
+def test_a_second_ctrl_c_does_not_wait_and_closes_the_optimizer():
     params, transport = model(), _Hangs()
     optimizer = MAKE["OneBitAdam"](params, serve_alone=True, process_group=transport)
     take_steps(optimizer, params, range(2))
     give_gradients(params, 2)
-    transport.presses = times
-    return optimizer, params, transport
-
-
-def test_a_second_ctrl_c_does_not_wait_and_closes_the_optimizer():
-    optimizer, params, transport = _pressed(2)
+    transport.presses = 2
     with pytest.raises(KeyboardInterrupt) as stopped:
         optimizer.step()
     if hasattr(stopped.value, "__notes__"):
@@ -125,8 +103,7 @@ def test_a_second_ctrl_c_does_not_wait_and_closes_the_optimizer():
     with pytest.raises(CollectiveError, match=r"interrupted.*Load a checkpoint"):
         optimizer.state_dict()
     transport.presses = 0
-    saved = AdamW(params).state_dict()
-    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(AdamW(params).state_dict())
     optimizer.step()
 
 
@@ -251,8 +228,6 @@ def test_saving_by_half_is_no_state(share):
 
 
 def test_released_gradients_update_whole_or_the_optimizer_closes():
-    from fusedonebit import Wire
-
     verdicts = Counter[str]()
     for share in (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
         params = [torch.nn.Parameter(torch.ones(600)) for _ in range(2)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,19 +13,8 @@ from fusedonebit.triton_kernels import BLOCK_SIZES, FlatLayout, choose_block_siz
 from fusedonebit.triton_kernels.tables import EMPTY_ROW, FULL_ROW
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
-SIZES = [
-    (),
-    (0,),
-    (0, 0, 0),
-    (1,),
-    (127, 128, 129),
-    (1024,),
-    (1025,),
-    (1023, 1, 1024),
-    (0, 5, 0, 0, 3000, 0),
-    (5, 0, 5),
-    (2049, 0),
-]
+SIZES = [(), (0,), (0, 0, 0), (1,), (127, 128, 129), (1024,), (1025,), (1023, 1, 1024), (0, 5, 0, 0, 3000, 0)]
+SIZES += [(5, 0, 5), (2049, 0)]
 SCOPES = ("global", "layer", "block")
 HUGE = 3 * 2**31
 
@@ -71,44 +62,21 @@ def wanted(layout: FlatLayout, start: int, stop: int) -> list[tuple[int, int, in
 
 
 @every_layout
-def test_every_tensor_starts_on_the_next_block_boundary(layouts):
+def test_tensors_start_on_blocks_and_chunks_are_a_partition(layouts):
     for layout in layouts:
-        end = 0
-        for tensor, size in enumerate(layout.sizes):
-            assert layout.offset(tensor) % layout.block_size == 0
-            assert 0 <= layout.offset(tensor) - end < layout.block_size
-            end = layout.offset(tensor) + size
-        assert end <= layout.numel
-
-
-@every_layout
-def test_chunks_are_equal_contiguous_and_never_empty_buffers(layouts):
-    for layout in layouts:
+        blocks = [-(-size // layout.block_size) for size in layout.sizes]
+        starts = [sum(blocks[:tensor]) * layout.block_size for tensor in range(len(blocks))]
+        assert [layout.offset(tensor) for tensor in range(len(blocks))] == starts
         assert layout.chunk_numel == layout.blocks_per_chunk * layout.block_size > 0
         assert layout.chunk_numel * layout.world_size == layout.numel == layout.n_blocks * layout.block_size
         assert layout.chunk_bytes * 8 == layout.chunk_numel
         assert layout.chunk_bytes % 16 == 0
         # No more than what the tensors need, rounded up to whole chunks.
-        needed = max(1, -(-sum(-(-size // layout.block_size) for size in layout.sizes) // layout.world_size))
-        assert layout.blocks_per_chunk == needed
-
-
-@every_layout
-def test_spans_cover_exactly_the_real_elements_once(layouts):
-    for layout in layouts:
-        assert covered(layout, 0, layout.numel) == wanted(layout, 0, layout.numel)
-        assert layout.real_numel == len(covered(layout, 0, layout.numel)) == sum(layout.sizes)
-
-
-@every_layout
-def test_spans_of_the_chunks_are_a_partition(layouts):
-    for layout in layouts:
-        pieces = [
-            element
-            for k in range(layout.world_size)
-            for element in covered(layout, k * layout.chunk_numel, (k + 1) * layout.chunk_numel)
-        ]
-        assert pieces == wanted(layout, 0, layout.numel)
+        assert layout.blocks_per_chunk == max(1, -(-sum(blocks) // layout.world_size))
+        edges = range(0, layout.numel + 1, layout.chunk_numel)
+        pieces = [element for start, stop in pairwise(edges) for element in covered(layout, start, stop)]
+        assert pieces == covered(layout, 0, layout.numel) == wanted(layout, 0, layout.numel)
+        assert layout.real_numel == len(pieces) == sum(layout.sizes)
 
 
 @given(any_layout, st.integers(0, 12_000), st.integers(0, 12_000))
@@ -147,17 +115,6 @@ def test_block_tensor_names_owners_and_the_last_for_padding(layouts):
         assert layout.block_tensor().dtype is torch.int64
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@every_layout
-def test_scale_segments_rise_without_gaps(layouts, scope):
-    for layout in layouts:
-        segments = layout.scale_segments(scope)
-        assert segments.dtype is torch.int64
-        assert len(segments) == layout.n_blocks
-        assert segments[0] == 0
-        assert set(segments.diff().tolist()) <= {0, 1}
-
-
 @every_layout
 def test_a_segment_is_all_or_one_tensor_or_4096_of_its_elements(layouts):
     for layout in layouts:
@@ -175,14 +132,17 @@ def test_a_segment_is_all_or_one_tensor_or_4096_of_its_elements(layouts):
 
 @pytest.mark.parametrize("scope", SCOPES)
 @every_layout
-def test_scale_slots_count_the_segments_of_each_chunk_from_zero(layouts, scope):
+def test_segments_rise_without_gaps_and_slots_from_each_chunks_zero(layouts, scope):
     for layout in layouts:
-        slots, needed = layout.scale_slots(scope)
-        rows = slots.view(layout.world_size, -1)
-        segments = layout.scale_segments(scope).view(layout.world_size, -1)
-        for row, segment in zip(rows, segments, strict=True):
-            assert row.tolist() == [sorted(set(segment.tolist())).index(s) for s in segment.tolist()]
-        assert needed == max(len(set(segment.tolist())) for segment in segments)
+        segments, (slots, needed) = layout.scale_segments(scope), layout.scale_slots(scope)
+        assert segments.dtype is torch.int64
+        assert len(segments) == layout.n_blocks
+        assert segments[0] == 0
+        assert set(segments.diff().tolist()) <= {0, 1}
+        chunks = segments.view(layout.world_size, -1).tolist()
+        expected = [[sorted(set(chunk)).index(segment) for segment in chunk] for chunk in chunks]
+        assert slots.view(layout.world_size, -1).tolist() == expected
+        assert needed == max(len(set(chunk)) for chunk in chunks)
 
 
 def test_layer_segments_are_cut_at_chunk_boundaries():
@@ -205,13 +165,6 @@ def test_indices_beyond_two_to_the_31_are_exact(world_size):
     assert spans[-1] == (2, 0, 7, 1024 + HUGE)
     assert list(layout.spans(2**32, 2**32 + 10)) == [(1, 2**32 - 1024, 2**32 - 1014, 2**32)]
     assert list(layout.tensors_in(HUGE, HUGE + 4096)) == [1, 2]
-
-
-def test_a_single_huge_tensor_is_one_span():
-    layout = FlatLayout((HUGE,))
-    assert layout.numel == HUGE
-    assert layout.chunk_bytes == HUGE // 8
-    assert list(layout.spans(0, HUGE)) == [(0, 0, HUGE, 0)]
     assert choose_block_size((HUGE,), 1) == 1024
 
 
@@ -228,9 +181,6 @@ def test_a_single_huge_tensor_is_one_span():
 def test_bad_arguments_are_named_with_their_value(arguments, message):
     with pytest.raises(ValueError, match=message):
         FlatLayout(*arguments)
-
-
-def test_an_unknown_scope_is_refused():
     with pytest.raises(ValueError, match="scale_scope must be 'global', 'bucket', 'layer' or 'block', got 'tensor'"):
         FlatLayout((1,)).scale_segments("tensor")
 
@@ -255,13 +205,8 @@ def test_the_chosen_block_is_the_largest_that_pads_1_percent(sizes, world_size):
         assert chosen == max(b for b in BLOCK_SIZES if padding[b] == padding[chosen])
 
 
-def test_large_tensors_get_large_blocks_and_tiny_ones_small():
-    assert choose_block_size([1 << 20], 1) == 1024
-    assert choose_block_size([64] * 100, 1) == 128
-    assert choose_block_size([], 2) == 128
-
-
 def test_one_percent_of_padding_is_the_limit():
+    assert choose_block_size([], 2) == 128
     assert 101_387 + 101_387 // 100 == 100 * 1024
     assert choose_block_size([101_387], 1) == 1024
     assert choose_block_size([101_386], 1) == 512
@@ -276,14 +221,9 @@ def live_bits(layout: FlatLayout, **kwargs) -> list[bool]:
 
 
 @every_layout
-def test_exactly_the_real_elements_are_live(layouts):
+def test_real_elements_are_live_full_and_empty_blocks_share_rows(layouts):
     for layout in layouts:
         assert live_bits(layout) == [entry is not None for entry in owners(layout)]
-
-
-@every_layout
-def test_full_blocks_and_padding_share_the_first_two_rows(layouts):
-    for layout in layouts:
         table = live_table(layout)
         assert table.row.dtype is torch.int32
         assert set(table.row[table.numel == layout.block_size].tolist()) <= {FULL_ROW}

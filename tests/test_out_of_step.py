@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from observe import change_header, fingerprint, parameters
-from ranks import run_ranks
-from runs_after_a_load import MAKE, caught, make, set_gradients, train
+from observe import change_header, fingerprint, give_gradients, named, parameters, train
+from ranks import run_ranks, simulate
+from runs_after_a_load import MAKE, make
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedonebit
 from fusedonebit import Faults, OneBitAdam, Wire, ddp
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.comm import Transport
 
 EACH = pytest.mark.parametrize("name", [name for name in MAKE if "masters" not in name])
 SKIPS = "a rank has skipped or repeated a step()"
 
 
 def skip(optimizer: Any, rank: int, step: int) -> None:
-    set_gradients(optimizer, rank, step)
+    give_gradients(optimizer, rank, step)
     optimizer.zero_grad()
 
 
@@ -39,8 +39,8 @@ def find(optimizer: Any, rank: int, start: int) -> tuple[str, str, int, bool]:
     """Trains until a step raises: its error, how many steps that took, and whether parameters stayed still in it."""
     for step in range(start, start + 8):
         before = fingerprint(parameters(optimizer))
-        set_gradients(optimizer, rank, step)
-        kind, text = caught(optimizer.step)
+        give_gradients(optimizer, rank, step)
+        kind, text = named(optimizer.step)
         if kind:
             return kind, text, step - start, fingerprint(parameters(optimizer)) == before
         optimizer.zero_grad()
@@ -56,21 +56,20 @@ def test_skipped_or_repeated_steps_raise_at_the_next_exchange(name, wrong, steps
 
     def run(rank: int, transport: Transport) -> tuple[str, str, int, bool]:
         _, optimizer = make(name, process_group=transport)
-        train(optimizer, rank, 0, steps)
+        train(optimizer, rank, range(steps))
+        first = steps
         if rank == 1 and wrong is skip:
             optimizer.zero_grad()
             skip(optimizer, rank, steps)
         if rank == 1 and wrong is repeat:
-            before = fingerprint(parameters(optimizer))
-            kind, text = caught(optimizer.step)
+            before, first = fingerprint(parameters(optimizer)), steps + 1
+            kind, text = named(optimizer.step)
             if kind:
                 return kind, text, 0, fingerprint(parameters(optimizer)) == before
-            optimizer.zero_grad()
-            return find(optimizer, rank, steps + 1)
         optimizer.zero_grad()
-        return find(optimizer, rank, steps)
+        return find(optimizer, rank, first)
 
-    results = SimulatedGroup(2).run(run)
+    results = simulate(run, 2)
     within = {"zero-one-adam": 4, "marsit-adam": 2}.get(name, 1)
     for kind, text, after, still in results:
         assert kind == "OutOfStepError", (kind, text)
@@ -84,12 +83,12 @@ def test_skipped_or_repeated_steps_raise_at_the_next_exchange(name, wrong, steps
 def test_in_the_compression_stage_both_numbers_are_named():
     def run(rank: int, transport: Transport) -> str:
         _, optimizer = make("onebit-adam", process_group=transport)
-        train(optimizer, rank, 0, 10)
+        train(optimizer, rank, range(10))
         if rank == 0:
-            set_gradients(optimizer, rank, 10)
-        return caught(optimizer.step)[1]
+            give_gradients(optimizer, rank, 10)
+        return named(optimizer.step)[1]
 
-    for text in SimulatedGroup(2).run(run):
+    for text in simulate(run, 2):
         assert text.startswith("ranks are out of step after 10 updates: ")
         assert f"11 steps on rank 0, 10 on rank 1 ({SKIPS}" in text
         assert "model.zero_grad()" in text
@@ -192,10 +191,12 @@ def test_what_ranks_may_do_differently_raises_no_alarm(name):
                     elif dropped != "never":
                         optimizer.zero_grad(set_to_none=dropped == "optimizer")
 
-    SimulatedGroup(2).run(run)
+    simulate(run, 2)
 
 
-def test_closures_that_evaluate_again_on_one_rank_raise_no_alarm():
+def test_closures_on_one_rank_and_what_all_do_alike_raise_no_alarm():
+    """All repeat steps, and throw gradients away, equally often."""
+
     def run(rank: int, transport: Transport) -> None:
         _, optimizer = make("onebit-adam", process_group=transport)
         for step in range(5):
@@ -207,23 +208,13 @@ def test_closures_that_evaluate_again_on_one_rank_raise_no_alarm():
                 return loss
 
             optimizer.step(closure)
-
-    SimulatedGroup(2).run(run)
-
-
-def test_what_all_ranks_do_alike_raises_no_alarm():
-    """All repeat steps, and throw gradients away, equally often."""
-
-    def run(rank: int, transport: Transport) -> None:
-        _, optimizer = make("onebit-adam", process_group=transport)
-        for step in range(6):
             skip(optimizer, rank, step)
-            set_gradients(optimizer, rank, step)
+            give_gradients(optimizer, rank, step)
             optimizer.step()
             repeat(optimizer, rank, step)
             optimizer.zero_grad()
 
-    SimulatedGroup(2).run(run)
+    simulate(run, 2)
 
 
 def test_a_gradscaler_that_skips_steps_raises_no_alarm():
@@ -241,7 +232,7 @@ def test_a_gradscaler_that_skips_steps_raises_no_alarm():
             scaler.update()
         return scaler.get_scale()
 
-    assert SimulatedGroup(2).run(run) == [4.0 / 2**3] * 2
+    assert simulate(run, 2) == [4.0 / 2**3] * 2
 
 
 def test_a_step_that_one_rank_could_not_take_may_be_repeated():
@@ -249,18 +240,18 @@ def test_a_step_that_one_rank_could_not_take_may_be_repeated():
         _, optimizer = make("onebit-adam", process_group=transport)
         kinds = []
         for step in range(5):
-            set_gradients(optimizer, rank, step)
+            give_gradients(optimizer, rank, step)
             first = parameters(optimizer)[0]
             good = first.grad
             if rank == 1 and step in (1, 4):
                 first.grad = good.to_sparse()
-            kinds.append(caught(optimizer.step)[0])
+            kinds.append(named(optimizer.step)[0])
             first.grad = good
             if step in (1, 4):
-                kinds.append(caught(optimizer.step)[0])
+                kinds.append(named(optimizer.step)[0])
         return kinds
 
-    ours, theirs = SimulatedGroup(2).run(run)
+    ours, theirs = simulate(run, 2)
     assert ours == ["", "AbortedStepError", "", "", "", "AbortedStepError", ""]
     assert theirs == ["", "TypeError", "", "", "", "TypeError", ""]
 
@@ -273,18 +264,18 @@ def test_the_count_goes_on_in_a_checkpoint_beyond_32_bits():
 
     def run(rank: int, transport: Transport, steps: int | None) -> str:
         _, optimizer = make("onebit-adam", process_group=transport)
-        train(optimizer, rank, 0, 5)
+        train(optimizer, rank, range(5))
         state = copy.deepcopy(optimizer.state_dict())
         change_header(state, lambda header: header.pop("steps") if steps is None else header.update(steps=steps))
         _, optimizer = make("onebit-adam", process_group=transport)
         optimizer.load_state_dict(state)
-        train(optimizer, rank, 5, 7)
+        train(optimizer, rank, range(5, 7))
         if rank == 1:
             skip(optimizer, rank, 7)
         return find(optimizer, rank, 7)[1]
 
     for steps, first in ((None, 5), (2**31 - 3, 2**31 - 3), (2**32 - 3, 2**32 - 3)):
-        for text in SimulatedGroup(2).run(lambda rank, t, steps=steps: run(rank, t, steps)):
+        for text in simulate(run, 2, steps):
             assert f"{(first + 3) % 2**32} steps on rank 0, {(first + 4) % 2**32} on rank 1" in text
 
 
@@ -296,7 +287,7 @@ def repeat_with_overlap(rank: int, world_size: int) -> tuple[str, str, bool]:
         before = fingerprint(parameters(optimizer))
         if rank == 0 or step < 5:
             net(torch.randn(4, 6)).square().mean().backward()
-        told = caught(optimizer.step)
+        told = named(optimizer.step)
         if told[0]:
             break
         if rank == 0:
@@ -324,10 +315,10 @@ def under_ddp(rank: int, world_size: int) -> list[Any]:
             optimizer.zero_grad()
             continue
         before = fingerprint(parameters(optimizer))
-        told.append(caught(optimizer.zero_grad if what == "one skips" and rank == 1 else optimizer.step))
+        told.append(named(optimizer.zero_grad if what == "one skips" and rank == 1 else optimizer.step))
         if what == "one repeats" and rank == 1:
             before = fingerprint(parameters(optimizer))
-            told.append(caught(optimizer.step))
+            told.append(named(optimizer.step))
         if told[-1][0]:
             told.append(fingerprint(parameters(optimizer)) == before)
         optimizer.zero_grad()

@@ -22,13 +22,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedonebit import (
-    Faults,
-    FusedOneBitWarning,
-    OneBitAdam,
-    Wire,
-    ddp,
-)
+from benchmarks import overlap as recorded
+from fusedonebit import Faults, FusedOneBitWarning, OneBitAdam, Wire, ddp
 from fusedonebit.comm import allreduce
 
 
@@ -86,10 +81,9 @@ def train(
         factor = (factors or {}).get(step, 1.0) if rank == 0 else 1.0
         for micro in range(micros):
             with contextlib.ExitStack() as stack:
-                if micro < micros - 1:
-                    stack.enter_context(optimizer.no_sync())
-                    if isinstance(model, DistributedDataParallel):
-                        stack.enter_context(model.no_sync())
+                for each in (optimizer, model) if micro < micros - 1 else ():
+                    if hasattr(each, "no_sync"):
+                        stack.enter_context(each.no_sync())
                 backward(model, rank, step, micro, not (sometimes and step % 3 == rank % 3), factor)
         if between:
             mine = torch.ones(()) * rank
@@ -167,6 +161,7 @@ def test_overlap_changes_no_bit():
     assert phases["plain"] == ["warmup"] * FREEZE + ["compression"] * (STEPS - FREEZE)
     assert "warmup" in phases["guard"][FREEZE + 1 :]
     assert runs[0]["guard"][5]["skipped_steps"] == runs[0]["a NaN on rank 0"][5]["skipped_steps"] == 1
+    check_equal("onebit-adam", 4, ["unused parameters", "a NaN on rank 0"])
 
 
 @pytest.mark.long(but=1)
@@ -175,11 +170,6 @@ def test_overlap_changes_no_bit():
 def test_overlap_changes_no_bit_of_lamb_either(name, world_size):
     cases = list(CASES) if world_size == 4 else list(OF_LAMB)
     check_equal(name, world_size, [case for case in cases if not refuses(name, CASES[case])])
-
-
-@pytest.mark.long
-def test_overlap_changes_no_bit_on_four_ranks():
-    check_equal("onebit-adam", 4, ["unused parameters", "a NaN on rank 0"])
 
 
 def test_overlap_sends_in_the_backward_pass_in_one_process_too():
@@ -334,3 +324,17 @@ def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
 def test_what_overlap_can_not_do_is_refused(options, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         free(0, **options)
+
+
+def test_most_of_what_can_be_hidden_is_in_the_recorded_benchmark():
+    records = recorded.recorded()
+    print(recorded.table(records))
+    assert [r["ratio"] for r in records] == list(recorded.RATIOS)
+    for r in records:
+        assert r["equal"], "both ways must end with the same parameters"
+        assert r["steps"] >= 11
+        assert r["megabits"] > 0
+        # Where the wire is shorter than compression, which on a CPU competes with the backward pass, less is hidden.
+        if r["ratio"] >= 1:
+            assert recorded.hidden(r) >= recorded.TARGET
+    assert recorded.table(records) in recorded.PAGE.read_text()

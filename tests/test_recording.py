@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from observe import train
 from optimizers import by_name
-from ranks import run_ranks
+from ranks import run_ranks, simulate
 from torch.nn import Parameter
 
 import fusedonebit
 from fusedonebit import Faults, OneBitAdam, OneBitLamb
-from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.comm import Transport
 from fusedonebit.integrations.recording import FORMAT, Recorder
 
 
@@ -23,27 +24,24 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def small(kind: type = OneBitAdam, **options: Any) -> tuple[Any, list[tuple[str, Parameter]]]:
+def small(kind: Any = OneBitAdam, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     named = [(name, Parameter(torch.randn(n, generator=generator))) for name, n in (("embed", 600), ("head.bias", 7))]
-    return kind(named, 1e-3, **options), named
+    return kind(named, lr=1e-3, **options)
 
 
-def take_steps(optimizer: Any, named: list[tuple[str, Parameter]], steps: range, recorder: Recorder, rank: int = 0):
-    generator = torch.Generator().manual_seed(rank)
+def take_steps(optimizer: Any, steps: range, recorder: Recorder, rank: int = 0) -> None:
     for step in steps:
-        for _, p in named:
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
+        train(optimizer, rank, [step])
         recorder.log(step, loss=torch.tensor(1.0 / step))
 
 
 def record_a_run(rank: int, world_size: int, folder: str, name: str) -> bool:
     kind = {"adam": by_name(OneBitAdam), "lamb": by_name(OneBitLamb)}[name]
-    optimizer, named = small(kind, freeze_step=3, guard="off")
+    optimizer = small(kind, freeze_step=3, guard="off")
     mine = Path(folder) / f"of-rank-{rank}"  # one folder would not show who wrote
     with Recorder(mine, optimizer, name=name, every=1, layers_every=2, settings={"batch": 4}) as recorder:
-        take_steps(optimizer, named, range(1, 9), recorder, rank)
+        take_steps(optimizer, range(1, 9), recorder, rank)
     return mine.exists()
 
 
@@ -77,33 +75,29 @@ def test_rank_0_alone_writes_steps_signals_layers_and_the_start(tmp_path: Path, 
 
 
 def test_of_ranks_without_a_process_group_rank_0_alone_writes(tmp_path: Path):
-    def train(rank: int, transport: Transport) -> None:
-        param = Parameter(torch.ones(8))
-        optimizer = OneBitAdam([param], freeze_step=2, process_group=transport)
+    def run(rank: int, transport: Transport) -> None:
+        optimizer = small(freeze_step=2, process_group=transport)
         with Recorder(tmp_path / f"of-rank-{rank}", optimizer, every=1) as recorder:
-            for step in (1, 2):
-                param.grad = torch.full((8,), 1.0 + rank)
-                optimizer.step()
-                recorder.log(step)
+            take_steps(optimizer, range(1, 3), recorder, rank)
 
-    SimulatedGroup(2).run(train)
+    simulate(run, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["of-rank-0"]
 
 
 def test_a_resumed_run_repeats_no_step_and_counts_bytes_on(tmp_path: Path):
-    optimizer, named = small(freeze_step=2)
+    optimizer = small(freeze_step=2)
     other = Recorder(tmp_path, optimizer, name="other", every=1)
     other.log(1, loss=5.0)
     other.close()
     first = Recorder(tmp_path, optimizer, name="mine", every=1)
-    take_steps(optimizer, named, range(1, 9), first)
+    take_steps(optimizer, range(1, 9), first)
     first.close()
     path = tmp_path / "metrics.jsonl"
     text = path.read_text().replace('"bytes_total": 0', '"bytes_total": 700')
     path.write_text(text + '{"optimizer": "mine", "step": 9, "lo')  # killed while it wrote
-    again, named = small(freeze_step=2)
+    again = small(freeze_step=2)
     with Recorder(tmp_path, again, name="mine", every=1) as second:
-        take_steps(again, named, range(6, 11), second)
+        take_steps(again, range(6, 11), second)
     mine = [r for r in lines(tmp_path) if r["optimizer"] == "mine"]
     assert [r["step"] for r in mine] == list(range(1, 11))
     assert {r["bytes_total"] for r in mine} == {700}  # alone nothing is sent
@@ -111,26 +105,17 @@ def test_a_resumed_run_repeats_no_step_and_counts_bytes_on(tmp_path: Path):
     assert [s["first_step"] for s in lines(tmp_path, "starts.jsonl") if s["optimizer"] == "mine"] == [1, 6]
 
 
-def test_a_run_that_begins_again_replaces_its_own_records(tmp_path: Path):
-    for loss in (1.0, 2.0):
-        optimizer, _ = small(freeze_step=2)
-        with Recorder(tmp_path, optimizer, every=1) as recorder:
-            for step in (1, 2, 3) if loss == 1.0 else (1, 2):
+def test_a_run_that_begins_again_or_goes_back_replaces_its_records(tmp_path: Path):
+    for loss, steps, starts in ((1.0, (1, 2, 3), [1]), (2.0, (1, 2, 3, 2, 3, 4), [1, 2]), (3.0, (1, 2), [1])):
+        with Recorder(tmp_path, small(freeze_step=2), every=1) as recorder:
+            for step in steps:
                 recorder.log(step, loss=loss)
-    assert [(r["step"], r["loss"]) for r in lines(tmp_path)] == [(1, 2.0), (2, 2.0)]
-    assert [s["first_step"] for s in lines(tmp_path, "starts.jsonl")] == [1]
-
-
-def test_a_run_that_goes_back_makes_its_records_again(tmp_path: Path):
-    optimizer, _ = small(freeze_step=2)
-    with Recorder(tmp_path, optimizer, every=1) as recorder:
-        for step in (1, 2, 3, 2, 3, 4):
-            recorder.log(step, loss=float(step))
-    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4]
+        assert [(r["step"], r["loss"]) for r in lines(tmp_path)] == [(n, loss) for n in range(1, steps[-1] + 1)]
+        assert [s["first_step"] for s in lines(tmp_path, "starts.jsonl")] == starts
 
 
 def test_every_nth_step_held_out_losses_and_the_last_are_kept(tmp_path: Path):
-    optimizer, _ = small(freeze_step=2)
+    optimizer = small(freeze_step=2)
     with Recorder(tmp_path, optimizer, every=10) as recorder:
         told = [recorder.log(i, loss=i, held_out_loss=0.5 if i == 14 else None, note="x") for i in range(1, 36)]
     assert [r["step"] for r in lines(tmp_path)] == [10, 14, 20, 30, 35]
@@ -140,7 +125,7 @@ def test_every_nth_step_held_out_losses_and_the_last_are_kept(tmp_path: Path):
 
 
 def test_layers_are_recorded_ever_more_rarely(tmp_path: Path):
-    optimizer, _ = small(OneBitLamb, freeze_step=2)
+    optimizer = small(OneBitLamb, freeze_step=2)
     recorder = Recorder(tmp_path, optimizer, every=1)
     seen = [step for step in range(1, 100_001) if recorder._looks_at_layers(step)]
     assert seen[:5] == [1, 2, 3, 4, 5]
@@ -149,7 +134,7 @@ def test_layers_are_recorded_ever_more_rarely(tmp_path: Path):
 
 
 def test_nonfinite_losses_are_kept_and_lines_are_there_at_once(tmp_path: Path):
-    optimizer, _ = small(freeze_step=2)
+    optimizer = small(freeze_step=2)
     recorder = Recorder(tmp_path, optimizer, every=1)
     recorder.log(1, loss=torch.tensor(math.nan))
     recorder.log(2, loss=math.inf)
@@ -166,11 +151,10 @@ def test_any_optimizer_of_torch_can_be_recorded(tmp_path: Path):
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path):
-    optimizer, _ = small(freeze_step=2)
-    for bad in ({"every": 0}, {"every": 2.5}, {"layers_every": -1}, {"every": True}):
-        (name,) = bad
+    optimizer = small(freeze_step=2)
+    for name, bad in (("every", 0), ("every", 2.5), ("layers_every", -1), ("every", True)):
         with pytest.raises(ValueError, match=f"{name} must be an int >= "):
-            Recorder(tmp_path, optimizer, **bad)
+            Recorder(tmp_path, optimizer, **{name: bad})
     recorder = Recorder(tmp_path, optimizer)
     with pytest.raises(ValueError, match=r"step must be an int >= 0, got 1\.5"):
         recorder.log(1.5)
@@ -180,8 +164,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
 
 
 def test_after_an_error_the_optimizer_is_not_asked_again(tmp_path: Path):
-    optimizer, _ = small(freeze_step=2)
-    recorder = Recorder(tmp_path, optimizer, every=10)
+    recorder = Recorder(tmp_path, small(freeze_step=2), every=10)
     recorder.log(1, loss=1.0)
     recorder.__exit__(KeyError, KeyError(), None)
     assert lines(tmp_path) == []

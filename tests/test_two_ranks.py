@@ -36,22 +36,17 @@ class Still(AdamW):
 
 
 def answers_of(rank: int, world_size: int, make: type[AdamW]) -> two_ranks.Answer:
-    before = smoke.OPTIMIZERS["AdamW"]
-    smoke.OPTIMIZERS["AdamW"] = make
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(smoke.OPTIMIZERS, "AdamW", make)
         return two_ranks.answer(partial(two_ranks.agrees, "AdamW"), rank, CPU)
-    finally:
-        smoke.OPTIMIZERS["AdamW"] = before
 
 
 def bytes_of_another(rank: int, world_size: int) -> two_ranks.Answer:
     """Send what nobody expects."""
     real = two_ranks._bytes_of
-    two_ranks._bytes_of = lambda r, device: real(r, device) + (r == rank)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(two_ranks, "_bytes_of", lambda r, device: real(r, device) + (r == rank))
         return two_ranks.answer(two_ranks.gathers_bytes, rank, CPU)
-    finally:
-        two_ranks._bytes_of = real
 
 
 FAST = ["uint8 all_to_all_single", "uint8 all-gather"]

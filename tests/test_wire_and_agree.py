@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from observe import named
+from op_arguments import Problem
+from op_draws import LONG
+from ranks import run_ranks, simulate
 from step_formulas import checksum_of
 
 from benchmarks.shapes import MODELS, sizes
 from benchmarks.wire import NUMERICS, wire_bytes
+from fusedonebit import triton_kernels
 from fusedonebit.comm import (
     CompressedAllReduce,
     DisagreementError,
     Flag,
     LocalTransport,
     Messages,
+    Transport,
     Word,
     agree,
     checksum,
@@ -27,7 +32,8 @@ from fusedonebit.comm import (
     make_transport,
 )
 from fusedonebit.comm.message import layout_word
-from fusedonebit.triton_kernels import FlatLayout, choose_block_size
+from fusedonebit.triton_kernels import SCALE_NORMS, FlatLayout, choose_block_size
+from fusedonebit.triton_kernels.finish import LANES, PIECE
 from fusedonebit.triton_kernels.headers import agreed_flags
 
 CPU = torch.device("cpu")
@@ -159,6 +165,34 @@ def test_words_that_are_not_those_this_rank_sent_are_damage():
     assert describe_mismatch(words) == "a message arrived damaged"
 
 
+# ---------------------------------------------------------------- scales
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_the_order_of_sums_is_that_of_lanes_then_of_neighbours(scope):
+    """The specification, number by number."""
+    arguments = Problem(LONG, scope=scope).arguments("finish", norm=SCALE_NORMS["contractive"])
+    partials, (start, _, _, live, scale, *_), *_ = arguments
+
+    def ordered(values: list[float]) -> float:
+        lanes = [0.0] * LANES
+        for i, value in enumerate(values):
+            lanes[i % LANES] += value
+        while len(lanes) > 1:
+            lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+        return lanes[0]
+
+    def total(values: list[float]) -> float:
+        pieces = [ordered(values[at : at + PIECE]) for at in range(0, len(values), PIECE)]
+        return ordered(pieces)
+
+    triton_kernels.finish(*arguments)
+    longest = int(start.diff().argmax())
+    absolute, squares = (total(row[start[longest] : start[longest + 1]].tolist()) for row in partials[:2])
+    n = float(live[longest])
+    assert float(scale[longest]) == torch.tensor(min((squares / n) ** 0.5, 1.9 * (absolute / n)), dtype=torch.float32)
+
+
 # ---------------------------------------------------------------- agree
 
 
@@ -179,20 +213,25 @@ CASES: dict[str, Callable[[int], tuple[list[tuple[str, str]], Exception | None]]
 }
 
 
-def agreeing(rank: int, world_size: int, case: str) -> tuple[str, str, int]:
+def agreeing(rank: int, world_size: int) -> dict[str, tuple[str, str, int]]:
+    return {case: agreeing_on(rank, case) for case in CASES}
+
+
+def agreeing_on(rank: int, case: str) -> tuple[str, str, int]:
     transport = make_transport(None, CPU)
     facts, error = CASES[case](rank)
-    try:
-        agree(transport, facts, CPU, error, hint="seed alike")
-    except Exception as raised:
-        outcome = (type(raised).__name__, str(raised))
-    else:
-        outcome = ("", "")
-    return (*outcome, transport.traffic.collectives_total)
+    told = named(lambda: agree(transport, facts, CPU, error, hint="seed alike"))
+    return *told, transport.traffic.collectives_total
 
 
 def differ(message: str) -> tuple[str, str, int]:
     return ("DisagreementError", message + "; seed alike", 4)
+
+
+def told_of(rank: int, own: tuple[str, str, int]) -> list[tuple[str, str, int]]:
+    """Of one rank's error, which it raises itself."""
+    others = differ(f"failed on rank {rank}: {own[1] or own[0]}")
+    return [own if each == rank else others for each in range(3)]
 
 
 OUTCOMES = {
@@ -201,24 +240,16 @@ OUTCOMES = {
     "name": [differ("ranks differ: lr is 0.1 on rank 0 but beta 0.1 on rank 2")] * 3,
     "fewer": [differ("ranks differ: eps is 1 on rank 0 but nothing more on rank 2")] * 3,
     "more": [differ("ranks differ: eps is 1 on rank 2 but nothing on rank 0")] * 3,
-    "error": [
-        differ("failed on rank 1: lr must be > 0, got -1"),
-        ("ValueError", "lr must be > 0, got -1", 4),
-        differ("failed on rank 1: lr must be > 0, got -1"),
-    ],
+    "error": told_of(1, ("ValueError", "lr must be > 0, got -1", 4)),
     "errors": [differ("failed on rank 1: bad, rank 2: bad"), *[("ValueError", "bad", 4)] * 2],
     "same error": [("ValueError", "bad", 4)] * 3,
-    "no text": [
-        differ("failed on rank 1: NoTextError"),
-        ("NoTextError", "", 4),
-        differ("failed on rank 1: NoTextError"),
-    ],
+    "no text": told_of(1, ("NoTextError", "", 4)),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_agree_or_every_rank_learns_the_first_difference(case):
-    assert run_ranks(agreeing, 3, case) == OUTCOMES[case]
+def test_ranks_agree_or_every_rank_learns_the_first_difference():
+    ranks = run_ranks(agreeing, 3)
+    assert {case: [told[case] for told in ranks] for case in CASES} == OUTCOMES
 
 
 def test_a_single_rank_agrees_with_itself_or_raises_its_error():
@@ -278,27 +309,33 @@ def test_without_a_group_nothing_travels_and_nothing_is_counted():
     assert repr(transport) == "local (world size 1)"
 
 
-def moving(rank: int, world_size: int) -> tuple:
-    transport = make_transport(None, CPU)
-    counts, seen = transport.traffic, []
+def moving(rank: int, transport: Transport) -> tuple[list[tuple], bool]:
+    world_size, counts, seen = transport.world_size, transport.traffic, []
     rows, one = torch.zeros(world_size, 4), torch.full((1, 4), float(rank))
-    calls = [
-        (transport.all_to_all, rows, torch.full((world_size, 4), float(rank)) + 10 * torch.arange(world_size)[:, None]),
+    sent = torch.full((world_size, 4), float(rank)) + 10 * torch.arange(world_size)[:, None]
+    for call, target, *given in (
+        (transport.all_to_all, rows, sent),
         (transport.all_gather, rows, one),
         (transport.all_reduce, one.clone()),
         (transport.broadcast, one.clone()),
-    ]
-    for call, target, *sent in calls:
+    ):
         counts.start_step()
-        call(target, *sent)
+        call(target, *given)
         seen.append((target[:, 0].tolist(), counts.collectives_step, counts.bytes_step))
-    return seen, repr(transport), counts.bytes_total == sum(entry[2] for entry in seen)
+    return seen, counts.bytes_total == sum(entry[2] for entry in seen)
+
+
+def moving_on_gloo(rank: int, world_size: int) -> tuple[tuple[list[tuple], bool], str]:
+    transport = make_transport(None, CPU)
+    return moving(rank, transport), repr(transport)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_transport_moves_rows_and_counts_what_it_sends(world_size):
-    ranks = range(world_size)
-    for rank, (seen, text, total) in enumerate(run_ranks(moving, world_size)):
+    ranks, simulated = range(world_size), simulate(moving, world_size)
+    for rank, ((seen, total), text) in enumerate(run_ranks(moving_on_gloo, world_size)):
+        assert simulated[rank] == (seen, total)
+        assert total
         assert seen == [
             ([10.0 * rank + w for w in ranks], 1, 16 * (world_size - 1)),
             ([float(w) for w in ranks], 1, 16 * (world_size - 1)),
@@ -306,24 +343,17 @@ def test_a_transport_moves_rows_and_counts_what_it_sends(world_size):
             ([0.0], 1, 0 if rank else 16),
         ]
         assert text == f"torch.distributed gloo (rank {rank} of {world_size})"
-        assert total
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    texts = []
-    group, alone = dist.new_group([0]), dist.new_group([1])
-    for candidate, device in ((group, CPU), (alone, CPU), (None, torch.device("meta"))):
-        try:
-            texts.append(repr(make_transport(candidate, device)))
-        except ValueError as error:
-            texts.append(str(error))
-    return texts
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    assert repr(make_transport(groups[rank], CPU)) == "local (world size 1)"
+    other = named(lambda: make_transport(groups[1 - rank], CPU))
+    return [*other, *named(lambda: make_transport(None, torch.device("meta")))]
 
 
 def test_a_group_without_this_process_or_its_device_is_refused():
-    absent, local = "process_group must contain this process", "local (world size 1)"
-    first, second = run_ranks(refused, 2)
-    assert first[:2] == [local, absent]
-    assert second[:2] == [absent, local]
-    for texts in (first, second):
-        assert texts[2].startswith("process_group must have a backend for meta tensors, got ")
+    for kind, text, other_kind, other in run_ranks(refused, 2):
+        assert (kind, other_kind) == ("ValueError", "ValueError")
+        assert text == "process_group must contain this process"
+        assert other.startswith("process_group must have a backend for meta tensors, got ")

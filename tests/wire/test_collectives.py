@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from op_formulas import scale_of, sign
 from ranks import run_ranks
 from torch import Tensor
 
 from fusedonebit.comm import (
-    CollectiveError,
     CompressedAllReduce,
     Flag,
     LocalTransport,
@@ -122,29 +120,6 @@ def test_what_was_compressed_away_is_kept_and_ranks_stay_equal(world_size, scope
     assert_nothing_was_lost(runs)
     assert_ranks_are_equal(runs)
     assert runs[0].flags == [NO_FLAG] * STEPS
-    np.testing.assert_allclose(runs[0].results[0], algorithm_1(runs, scope, norm, ternary), rtol=1e-6)
-
-
-def algorithm_1(runs: Sequence[Run], scope: str, norm: str, ternary: bool) -> np.ndarray:
-    """The first result, from the inputs: both compressions, with nothing carried over yet."""
-    world_size = len(runs)
-    layout = FlatLayout(SIZES, world_size, 128)
-    live = np.zeros(layout.numel, bool)
-    for span in layout.spans(0, layout.numel):
-        live[span.flat : span.flat + span.stop - span.start] = True
-    segment = np.repeat(layout.scale_segments(scope).numpy(), 128)
-    chunk = np.arange(layout.numel) // layout.chunk_numel
-    sent = [compressed(run.inputs[0], segment, live, norm, ternary) for run in runs]
-    average = np.where(live, np.mean(sent, 0, dtype=np.float64), 0.0)
-    served = compressed(average.astype(np.float32), segment * world_size + chunk, live, norm, ternary)
-    return np.where(live, served, np.float32(0))
-
-
-def compressed(x: np.ndarray, segment: np.ndarray, live: np.ndarray, norm: str, ternary: bool) -> np.ndarray:
-    scale = np.zeros(x.size, np.float32)
-    for s in np.unique(segment):
-        scale[segment == s] = scale_of(x[live & (segment == s)].astype(np.float64), norm, ternary)
-    return (scale * sign(x, ternary)).astype(np.float32)
 
 
 def masked(rank: int, world_size: int) -> Run:
@@ -225,13 +200,6 @@ def test_bytes_grow_with_the_ranks_and_shrink_with_the_chunks(world_size):
     message = 32 + 16 + 16 + -(-10 // world_size) * 128 // 8
     for seen in run_ranks(traffic, world_size, "global"):
         assert seen[0] == (2, 2, 2 * (world_size - 1) * message, 2 * (world_size - 1) * message)
-
-
-def test_world_size_one_sends_nothing():
-    reduce = make(1)
-    reduce(tensors_of(0, 0))
-    counts = reduce.transport.traffic
-    assert (counts.collectives_total, counts.bytes_total) == (0, 0)
 
 
 # ---------------------------------------------------------------- skips
@@ -325,40 +293,6 @@ def test_a_corrupted_gather_is_found_on_all_at_the_next_call(world_size):
         assert run.flags == [0, 0, int(Flag.MISMATCH), 0, 0]
         assert run.texts[2].startswith("digest of the last synchronisation: ")
         assert run.texts[2].endswith(" on rank 1")
-
-
-def other_layouts(rank: int, world_size: int) -> tuple[int, str]:
-    sizes = (5, 200) if rank == 0 else (200, 5)
-    reduce = make(world_size, sizes)
-    reduce(tensors_of(rank, 0, sizes))
-    return int(reduce.flags), describe_mismatch(reduce.arrived_words)
-
-
-def test_another_layout_of_the_same_length_is_found():
-    for flags, text in run_ranks(other_layouts, 2):
-        assert flags == Flag.MISMATCH
-        assert text.startswith("parameter layout: ")
-
-
-# ---------------------------------------------------------------- failures
-
-
-def deserted(rank: int, world_size: int) -> str:
-    reduce = make(world_size)
-    reduce(tensors_of(rank, 0))
-    if rank == 1:
-        return ""
-    with pytest.raises(CollectiveError) as caught:
-        reduce(tensors_of(rank, 1))
-    return str(caught.value)
-
-
-def test_ranks_left_alone_get_an_error_that_names_the_collective():
-    first, gone, last = run_ranks(deserted, 3, group_timeout=5, timeout=30)
-    assert gone == ""
-    for rank, text in ((0, first), (2, last)):
-        assert text.startswith(f"all_to_all of rank {rank} of 3 failed (gloo): ")
-        assert text.endswith("Restart all ranks from the last checkpoint.")
 
 
 def test_bad_arguments_of_the_all_reduce_are_named():

@@ -4,7 +4,10 @@ training goes on from the last checkpoint as if nothing had happened."""
 from __future__ import annotations
 
 import re
+import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from fault_ranks import DIED, GROUP_TIMEOUT, WORLD_SIZE, Fault, Ranks, make, set_gradients, train
-from observe import fingerprint
+from fault_ranks import DIED, GROUP_TIMEOUT, WORLD_SIZE, Fault, Ranks, make, train
+from observe import fingerprint, give_gradients, named
+from observe import train as take_steps
 
-from fusedonebit import CollectiveError, Lamb, OutOfStepError
+from fusedonebit import Lamb
 from fusedonebit.comm import Flag, MarsitAllReduce, SimulatedGroup, Transport, Word
 from fusedonebit.comm.failure_diagnosis import PATIENCE
 from fusedonebit.triton_kernels import FlatLayout
@@ -215,24 +219,15 @@ def spoil(optimizer: Any, what: str) -> None:
 
 
 def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, bool]:
-    if name == "lamb":
-        params = make("onebit-adam", None)[1]
-        optimizer: Any = Lamb(params)
-    else:
-        optimizer, params = make(name, None)
-    for step in range(steps):
-        set_gradients(params, rank, step)
-        optimizer.step()
+    optimizer, params = make("onebit-adam" if name == "lamb" else name, None)
+    optimizer = Lamb(params) if name == "lamb" else optimizer
+    take_steps(optimizer, rank, range(steps))
     before = fingerprint(params)
     if what != "step" or rank != WORLD_SIZE - 1:  # else it repeats one
-        set_gradients(params, rank, steps)
+        give_gradients(optimizer, rank, steps)
     if rank == WORLD_SIZE - 1:
         spoil(optimizer, what)
-    try:
-        optimizer.step()
-    except (CollectiveError, OutOfStepError) as error:
-        return type(error).__name__, str(error), before == fingerprint(params)
-    return "", "", False
+    return *named(optimizer.step), before == fingerprint(params)
 
 
 @pytest.mark.long(but=1)
@@ -250,6 +245,7 @@ def disagree(rank: int, name: str, steps: int, what: str) -> tuple[str, str, boo
         ("ring", 6, "finished layout", "a message arrived damaged"),
         ("owner", 6, "layout", "parameter layout"),
         ("ring", 4, "layout", "parameter layout"),
+        *((topology, 3, "step", "a rank has skipped or repeated a step()") for topology in ("ring", "owner", "torus")),
     ],
 )
 def test_one_ranks_other_step_or_layout_raises_before_applying(name, steps, what, text):
@@ -272,3 +268,30 @@ def test_marsit_alone_finds_another_seed_on_one_rank(options):
         return int(reduce.flags)
 
     assert SimulatedGroup(2).run(run) == [Flag.MISMATCH] * 2
+
+
+# ---------------------------------------------------------------- ranks that end as their scripts do
+
+
+def count(*arguments: str, within: float) -> str:
+    """What ``endings.py`` prints last."""
+    script = Path(__file__).parents[1] / "endings.py"
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=within)
+    assert "terminate called" not in done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("cc"), reason="needs a C compiler: install gcc or clang"
+)
+def test_ranks_whose_threads_are_late_end_without_an_abort():
+    told = count("--late", "--runs", "2", "--ranks", "2", "--steps", "2", within=120)
+    assert told == "2 runs of 2 ranks: 0 ended by a signal, 0 with an error"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_forty_runs_of_four_ranks_end_without_an_abort():
+    told = count("--runs", "40", within=900)
+    assert told == "40 runs of 4 ranks: 0 ended by a signal, 0 with an error"

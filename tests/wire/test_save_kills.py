@@ -70,6 +70,7 @@ def count_kills(trials: range) -> None:
                 continue
             survivors += 1
             said = told is not None and told["kind"] == "CollectiveError" and f"Rank {victim} has died" in told["text"]
+            said &= f" of rank {rank} of {WORLD_SIZE} failed" in (told or {}).get("text", "")
             named += said
             if said:
                 longest = max(longest, told["waited"])
