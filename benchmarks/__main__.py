@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from . import adamw, averaging, bert, bytes_moved, host, kernels, ranks, step, step_time, wire
-from .gpu import defaults, machine, smoke, steps, two_ranks
-from .gpu.written import replace_json
+from . import adamw, averaging, bytes_moved, host, kernels, ranks, step, step_time
+from .gpu import defaults, smoke, steps, two_ranks
+from .pages import RESULTS, keep
 from .registry import CASES, Case, Report, facts
 
-RESULTS = Path(__file__).with_name("results")
-ON_A_GPU = (machine, smoke, two_ranks, steps, defaults, kernels)
-MODULES = (wire, bytes_moved, step, adamw, host, ranks, averaging, step_time, bert, *ON_A_GPU)
+ON_A_GPU = (smoke, two_ranks, steps, defaults, kernels)
+MODULES = (bytes_moved, step, adamw, host, ranks, averaging, step_time, *ON_A_GPU)
 """Which register the cases, in this order."""
 
 
@@ -28,7 +27,6 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmark cases.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all that belong on the device")
     parser.add_argument("--list", action="store_true", help="name the cases and run none")
@@ -83,12 +81,12 @@ def _path(report: Report, name: str, folder: Path) -> Path:
 def _keeper(report: Report, name: str, folder: Path) -> Callable[[Report], None]:
     """What writes a case's record as it grows, with the facts of its beginning."""
     about, path = facts(report.device, report.dry_run), _path(report, name, folder)
-    return lambda grown: replace_json(path, grown.record(name, about))
+    return lambda grown: keep(grown.record(name, about), path)
 
 
 def _write(report: Report, name: str, folder: Path) -> None:
     record, path = report.record(name), _path(report, name, folder)
-    replace_json(path, record)
+    keep(record, path)
     print(path)
     draw = CASES[name].draw
     if draw is None or not record["complete"]:

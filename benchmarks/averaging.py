@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedonebit.comm import CompressedAllReduce, TorchTransport
 from fusedonebit.triton_kernels import FlatLayout, using
 
+from .netlab.hooks import Bfloat16, Hook, PowerSGD
 from .optimizers import backends
 from .ranks import WORLD_SIZE, on_ranks, times_of_all
 from .registry import Record, Report, case
@@ -25,42 +22,10 @@ NUMEL, LAYERS, BATCH = 1 << 23, 8, 4
 NO_SYNC = "no averaging"
 
 
-class Traffic:
-    """Bytes that this rank hands to ``dist.all_reduce``, as a ring sends them: 2 (W-1)/W of each tensor."""
-
-    sent = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Counts inside; DDP without a hook does not call it from Python."""
-        theirs = dist.all_reduce
-
-        def all_reduce(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-            self.sent += 2 * tensor.nbytes * (WORLD_SIZE - 1) // WORLD_SIZE
-            return theirs(tensor, *arguments, **keywords)
-
-        with mock.patch.object(dist, "all_reduce", all_reduce):
-            yield
-
-
-def in_bfloat16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """torch's ``bf16_compress_hook`` under another name: DDP admits that name with CUDA and NCCL only."""
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-in_bfloat16.__annotations__ = default_hooks.bf16_compress_hook.__annotations__  # DDP compares the types themselves
-
-
-def power_sgd() -> tuple[Any, Callable[..., Any]]:
-    """PowerSGD of rank 1, warm from its second step on, as its authors' defaults are."""
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    return state, powerSGD_hook.powerSGD_hook
-
-
-HOOKS: dict[str, Callable[[], tuple[Any, Callable[..., Any]]] | None] = {
+HOOKS: dict[str, Callable[[], Hook] | None] = {
     "DDP, no hook": None,
-    "DDP, bf16 hook": lambda: (None, in_bfloat16),
-    "DDP, PowerSGD rank 1": power_sgd,
+    "DDP, bf16 hook": Bfloat16,
+    "DDP, PowerSGD rank 1": partial(PowerSGD, rank=1),
 }
 
 
@@ -71,7 +36,6 @@ class Peer:
         torch.manual_seed(0)
         self.model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
         self.x = torch.randn(BATCH, width)
-        self.sent = 0
 
     def backward(self, model: nn.Module) -> None:
         for p in model.parameters():
@@ -79,20 +43,17 @@ class Peer:
         model(self.x).square().mean().backward()
 
 
-def hooked(width: int, hook: Callable[[], tuple[Any, Callable[..., Any]]] | None) -> tuple[Call, Callable[[], int]]:
-    """DDP's backward pass, and what one sends."""
-    peer = Peer(width)
+def hooked(width: int, make: Callable[[], Hook] | None) -> tuple[Call, Callable[[], int]]:
+    """DDP's backward pass, and what one sends, as a ring does."""
+    peer, hook = Peer(width), make() if make else None
     ddp = DistributedDataParallel(peer.model)
     if hook is not None:
-        ddp.register_comm_hook(*hook())
+        ddp.register_comm_hook(hook.state, hook.call)
+    elements = LAYERS * width * width
 
     def sent() -> int:
-        if hook is None:
-            return 2 * 4 * sum(p.numel() for p in peer.model.parameters()) * (WORLD_SIZE - 1) // WORLD_SIZE
-        traffic = Traffic()
-        with traffic.counting():
-            peer.backward(ddp)
-        return traffic.sent
+        nbytes = 4 * elements if hook is None else hook.nbytes(elements)
+        return 2 * nbytes * (WORLD_SIZE - 1) // WORLD_SIZE
 
     return lambda: peer.backward(ddp), sent
 
@@ -138,5 +99,5 @@ def averaging(report: Report) -> None:
         more = row["ms"] - timed[NO_SYNC]["ms"]
         fewer = fp32 / row["bytes sent"] if row["bytes sent"] else None
         table.add(averaging=name, **row, **{"of it averaging": more, "x fewer": fewer})
-    report.note("bf16: torch's own hook under another name, which DDP admits by its name with NCCL only")
+    report.note("bf16: the bytes and arithmetic of torch's own hook, which DDP admits with NCCL only")
     report.note("over the loopback interface, where bytes cost next to nothing; see benchmarks.overlap for a network")

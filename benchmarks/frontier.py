@@ -18,14 +18,14 @@ from typing import Literal
 from benchmarks.lab.contenders import LENGTHS
 from benchmarks.lab.launch import make
 from benchmarks.lab.records import Records, reported, search
-from benchmarks.lab.report import Rows, View, difference, markdown
+from benchmarks.lab.report import Rows, View, difference
 from benchmarks.lab.rivals import RIVALS
 from benchmarks.lab.run import Key
 
-from . import lab_page
-from .pages import DOCS, TABLES, write_tables
+from . import lab_page, pages
+from .pages import DOCS, TABLES, markdown, write_tables
 
-RESULTS = Path(__file__).with_name("results") / "frontier"
+RESULTS = pages.RESULTS / "frontier"
 PAGE, PICTURE = TABLES / "frontier.md", DOCS / "frontier.png"
 TASKS = ("mlp", "resnet", "causal", "lstm", "recsys", "vae")
 """One of each kind, of those that tell seeds apart: images, convolutions, attention, recurrence, late rows, a VAE."""
@@ -249,7 +249,6 @@ def draw(records: Records, path: Path) -> None:
 
 
 def main() -> int:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="make no runs")
     arguments = parser.parse_args()

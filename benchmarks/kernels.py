@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .registry import DRY_RUN, TIMES, Record, Report, case, times
+from .registry import TIMES, Record, Report, case, times
 from .timing import copy_of, time_by_turns
 from .workload import Workload
 
@@ -116,34 +116,7 @@ def kernels(report: Report) -> None:
     _raise_for(table.rows)
 
 
-def draw(record: Record, path: Path) -> None:
-    """Bandwidth by size under the copy's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    found = [row for row in record["tables"][0]["rows"] if "GB/s" in row]
-    figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    names = list(dict.fromkeys(row["kernel"] for row in found))
-    colours = plt.get_cmap("tab20")
-    for i, name in enumerate(names):
-        points = [(row["elements"], row["GB/s"]) for row in found if row["kernel"] == name]
-        axis.loglog(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, color=colours(i % 20), label=name)
-    axis.axhline(record["tables"][1]["rows"][0]["GB/s"], color="black", linestyle="--", label="device copy")
-    axis.set_xlabel("elements")
-    axis.set_ylabel("GB/s, read and written")
-    told = record["about"]["device"] if not record["about"]["dry_run"] else DRY_RUN
-    axis.set_title(f"Every kernel's bandwidth: {told}", fontsize=10, loc="left")
-    axis.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    axis.grid(which="major", color="#e6e6e6", linewidth=0.8)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    print(path)
-
-
-@case("roofline", "cuda", draw)
+@case("roofline", "cuda")
 def roofline(report: Report) -> None:
     """Bandwidth of every kernel from 10^4 elements on, under a device copy's (on a GPU up to 10^9)."""
     full = report.numel or FULL
@@ -159,6 +132,14 @@ def roofline(report: Report) -> None:
     report.table("a device copy, read and written", {"elements": ">13,", "GB/s": ">8.1f"}).add(
         elements=full, **{"GB/s": speed}
     )
+
+
+@case("machine", "cuda")
+def machine(report: Report) -> None:
+    """The device, its versions (in the record's facts), and the bandwidth of a copy in its memory."""
+    numel = report.numel or 1 << 28
+    table = report.table("a device copy, read and written", {"elements": ">13,", "GB/s": ">8.1f"})
+    table.add(elements=numel, **{"GB/s": copy_speed(numel, report.device, report.rounds or 20)})
 
 
 def copy_speed(numel: int, device: torch.device, rounds: int) -> float:

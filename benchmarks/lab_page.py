@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from benchmarks.lab.contenders import CONTENDERS, HEADLINE
 from benchmarks.lab.plots import plot, plot_toys
 from benchmarks.lab.publish import publish
 from benchmarks.lab.records import Records
-from benchmarks.lab.report import View, markdown, rates, rows, views
+from benchmarks.lab.report import View, rates, rows, views
 from benchmarks.lab.tasks import TASKS
 
-from .pages import DOCS, TABLES, write_tables
+from . import pages
+from .pages import DOCS, TABLES, markdown, write_tables
 
-RESULTS = Path(__file__).with_name("results") / "lab"
+RESULTS = pages.RESULTS / "lab"
 FROZEN = "adam-frozen"
 """Adam with a variance that is frozen, communicating in full precision."""
 VOTES = ("onebit-lion", "marsit-adam")

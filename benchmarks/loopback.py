@@ -19,32 +19,27 @@ class Loopback:
         self.rank, self.world_size, self.traffic = 0, world_size, Traffic()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
         received.copy_(sent)
         self.traffic.add(sent.nbytes - sent[0].nbytes)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
         gathered.copy_(sent.expand_as(gathered))
         if sent.dtype == torch.int64:
             gathered += torch.arange(self.world_size, device=sent.device)[:, None]
         self.traffic.add(sent.nbytes * (self.world_size - 1))
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
         tensor *= self.world_size
         self.traffic.add(2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
         torch.mul(sent[: received.numel()], self.world_size, out=received)
         self.traffic.add(sent.nbytes - received.nbytes)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """See ``Transport``."""
+        pass
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Waiting:
-        """See ``Transport``."""
         received.copy_(sent)
         self.traffic.add(sent.nbytes)
         return Waiting()

@@ -21,7 +21,7 @@ from benchmarks.lab.run import Key, Training, Worker
 from benchmarks.lab.workers import AlikeTransport
 
 from . import lab_page
-from .pages import DOCS
+from .pages import DOCS, RESULTS, read
 
 TASK, WORKERS, SEEDS, EVERY = "causal", 4, (0, 1, 2), 20
 """``EVERY``: steps between two held-out losses."""
@@ -32,7 +32,7 @@ METHODS = {
     "zero-one-adam-own": "ZeroOneAdam",
 }
 """By the lab's names; ours with their defaults, but for 1-bit Adam's warm-up, which is 5 % of the steps."""
-RECORD = Path(__file__).with_name("results") / "loss-bytes.json"
+RECORD = RESULTS / "loss-bytes.json"
 PICTURE = DOCS / "loss-over-bytes.png"
 TICKS = (0.3, 1, 3, 10, 30, 100)
 Found = Mapping[str, Any]
@@ -133,12 +133,11 @@ def draw(found: Found, path: Path) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", action="store_true", help="draw what was recorded")
     if not parser.parse_args().recorded:
         RECORD.write_text(json.dumps(measure()) + "\n")
-    found = json.loads(RECORD.read_text())
+    found = read(RECORD)
     draw(found, PICTURE)
     print(f"{summary(curves(found))}\nwrote {PICTURE}")
 

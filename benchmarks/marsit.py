@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from torch import Tensor
 
 from fusedonebit.apps.pictures import PARTS, lighter, method_colour, plt, save
+from fusedonebit.apps.train.baseline_reducers import Cascading, ErrorFeedback, MajorityVote, StochasticSign
+from fusedonebit.comm import MarsitAllReduce, SimulatedGroup, Transport
+from fusedonebit.comm.rounds import RoundAllReduce
 
-from . import network, round_signs
-from .pages import DOCS, TABLES, write_tables
+from . import network, pages
+from .lab.run import Key, Training, Worker
+from .lab.tasks import TASKS as LAB_TASKS
+from .pages import DOCS, TABLES, keep, markdown, read, write_tables
 
-RESULTS = Path(__file__).with_name("results") / "marsit"
+RESULTS = pages.RESULTS / "marsit"
 PAGE, PICTURE = TABLES / "marsit.md", DOCS / "marsit.png"
 MEGABITS, HOSTS = 100.0, 4
 SHADES = ("#222222", "#8a8a8a", "#c4c4c4")
@@ -43,6 +49,19 @@ TABLE_1 |= {f"cascading, lr / {by}": f"cascading-lr/{by}" for by in (10, 100, 10
 EVERY = {"psgd": "1", "marsit-50": "50", "marsit-100": "100", "marsit-200": "200", "marsit": "∞"}
 """Figure 3's K."""
 Record = Mapping[str, Any]
+Table = Iterator[Sequence[Any]]
+
+
+SIGN_WORKERS, SIGN_EVERY = 3, 10
+"""Figure 1b's workers; and updates of which one is looked at."""
+
+SIGN_PEERS: dict[str, Callable[..., RoundAllReduce]] = {
+    "majority vote": MajorityVote,
+    "EF-signSGD": ErrorFeedback,
+    "Marsit": lambda *where: MarsitAllReduce(*where, full_precision_every=0),
+    "SSDM": StochasticSign,
+    "cascading": Cascading,
+}
 
 
 class Task(NamedTuple):
@@ -75,8 +94,7 @@ def of(runs: Iterable[Record], task: str, optimizer: str, workers: int = WORKERS
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation."""
-    mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def cell(runs: Sequence[Record]) -> str:
@@ -99,47 +117,37 @@ def bits(runs: Sequence[Record]) -> float:
     return 8 * r["bytes"] / (r["steps"] * hops * TASKS[r["task"]].elements)
 
 
-def table_1(runs: Sequence[Record]) -> str:
+def table_1(runs: Sequence[Record]) -> Table:
     """Cascading compression against none, 3 and 8 workers."""
     tasks = [t for t in TASKS if of(runs, t, "cascading")]
-    lines = [f"| table 1 | {' | '.join(tasks)} |", "|---|" + "--:|" * len(tasks)]
+    yield "table 1", *tasks
     for name, optimizer in TABLE_1.items():
         for workers in (3, WORKERS):
             cells = [cell(of(runs, task, optimizer, workers)) for task in tasks]
             if any(cells):
-                lines.append(f"| {name}, M = {workers} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+                yield f"{name}, M = {workers}", *cells
 
 
-def table_2(runs: Sequence[Record]) -> str:
+def table_2(runs: Sequence[Record]) -> Table:
     """All methods on all tasks, and what they send."""
     tasks = [t for t in TASKS if of(runs, t, "psgd")]
     heads = [f"{t}: {TASKS[t].metric} ({'higher' if TASKS[t].higher else 'lower'})" for t in tasks]
-    lines = [
-        f"| table 2, M = {WORKERS} | {' | '.join(heads)} | bits per element and hop (vgg) | Elias-coded, times (mlp) |"
-    ]
-    lines.append("|---|" + "--:|" * (len(tasks) + 2))
+    yield f"table 2, M = {WORKERS}", *heads, "bits per element and hop (vgg)", "Elias-coded, times (mlp)"
     for optimizer, name in METHODS.items():
-        found = {task: of(runs, task, optimizer) for task in tasks}
         coded = of(runs, "mlp", f"{optimizer}-elias")
-        elias = f"{bits(coded) / bits(of(runs, 'mlp', optimizer)):.2f}" if coded else ""
-        sent = bits(of(runs, "vgg", optimizer))
-        lines.append(f"| {name} | {' | '.join(map(cell, found.values()))} | {sent:.2f} | {elias} |")
-    return "\n".join(lines) + "\n"
+        elias = f"{bits(coded) / bits(of(runs, 'mlp', optimizer)):.2f}" if coded else None
+        cells = (cell(of(runs, task, optimizer)) for task in tasks)
+        yield name, *cells, f"{bits(of(runs, 'vgg', optimizer)):.2f}", elias
 
 
-def table_3(runs: Sequence[Record], times: Sequence[Record]) -> str:
+def table_3(runs: Sequence[Record], times: Sequence[Record]) -> Table:
     """Figure 3's table: what K costs and brings; times are figure 5's, for as many rounds as a run has."""
     tasks = [t for t in TASKS if of(runs, t, "marsit-200")]
-    heads = f"{' | '.join(tasks)} | bits per element and hop (vgg) | 500 rounds at figure 5's times, s"
-    lines = [f"| K | {heads} |"]
-    lines.append("|---|" + "--:|" * (len(tasks) + 2))
+    yield "K", *tasks, "bits per element and hop (vgg)", "500 rounds at figure 5's times, s"
     for optimizer, every in EVERY.items():
-        found = {task: of(runs, task, optimizer) for task in tasks}
-        seconds = 500 * time_of_a_round(times, every)
-        cells = [cell(found[task]) for task in tasks]
-        lines.append(f"| {every} | {' | '.join(cells)} | {bits(found['vgg']):.2f} | {seconds:.0f} |")
-    return "\n".join(lines) + "\n"
+        cells = (cell(of(runs, task, optimizer)) for task in tasks)
+        sent, seconds = bits(of(runs, "vgg", optimizer)), 500 * time_of_a_round(times, every)
+        yield every, *cells, f"{sent:.2f}", f"{seconds:.0f}"
 
 
 def time_of_a_round(times: Sequence[Record], every: str) -> float:
@@ -153,46 +161,97 @@ def time_of_a_round(times: Sequence[Record], every: str) -> float:
     return share * whole("psgd") + (1 - share) * whole("marsit")
 
 
-def table_5(times: Sequence[Record]) -> str:
+def measured_on(times: Sequence[Record]) -> str:
+    """The network between the hosts."""
+    return f"{times[0]['megabits']:g} Mbit/s" if times[0]["megabits"] else "loopback"
+
+
+def table_5(times: Sequence[Record]) -> Table:
     """Figure 5's times."""
-    first = times[0]
-    net = f"{first['megabits']:g} Mbit/s" if first["megabits"] else "loopback"
-    head = f"M = {first['workers']}, {first['elements']:,} parameters, {net}"
-    lines = [f"| figure 5: {head} | compute, ms | compress, ms | communicate, ms | bits per element and hop |"]
-    lines.append("|---|--:|--:|--:|--:|")
+    head = f"M = {times[0]['workers']}, {times[0]['elements']:,} parameters, {measured_on(times)}"
+    yield f"figure 5: {head}", "compute, ms", "compress, ms", "communicate, ms", "bits per element and hop"
     for t in times:
         hops = 2 * (t["workers"] - 1) / t["workers"]
-        parts = " | ".join(f"{1e3 * t[part]:.1f}" for part in PARTS)
-        lines.append(f"| {t['topology']}: {t['method']} | {parts} | {8 * t['bytes'] / (hops * t['elements']):.2f} |")
-    return "\n".join(lines) + "\n"
+        parts = (f"{1e3 * t[part]:.1f}" for part in PARTS)
+        yield f"{t['topology']}: {t['method']}", *parts, f"{8 * t['bytes'] / (hops * t['elements']):.2f}"
 
 
-def table_signs(signs: Mapping[str, Mapping[str, float]]) -> str:
+def table_signs(signs: Mapping[str, Mapping[str, float]]) -> Table:
     """Figure 1b's percentages."""
-    tasks = list(signs)
-    lines = [f"| figure 1b, M = {round_signs.WORKERS}: % of signs right | {' | '.join(tasks)} |"]
-    lines.append("|---|" + "--:|" * len(tasks))
-    lines += [
-        f"| {method} | {' | '.join(f'{signs[task][method]:.1f}' for task in tasks)} |" for method in signs[tasks[0]]
-    ]
-    return "\n".join(lines) + "\n"
+    yield f"figure 1b, M = {SIGN_WORKERS}: % of signs right", *signs
+    for method in next(iter(signs.values())):
+        yield method, *(f"{found[method]:.1f}" for found in signs.values())
 
 
 def tables(runs: Sequence[Record], signs: Mapping[str, Mapping[str, float]], times: Sequence[Record]) -> str:
     """Return all of them."""
-    return "\n".join([table_1(runs), table_2(runs), table_signs(signs), table_3(runs, times), table_5(times)])
+    every = (table_1(runs), table_2(runs), table_signs(signs), table_3(runs, times), table_5(times))
+    return "\n".join(map(markdown, every))
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def matching(task: str, steps: int) -> dict[str, float]:
+    """Percent of the coordinates, over a run of PSGD on ``SIGN_WORKERS`` workers; every tenth update is looked at."""
+    group = SimulatedGroup(SIGN_WORKERS)
+    training = Training(Key(task, "psgd", 0, SIGN_WORKERS, LAB_TASKS[task].lr / 10), group)
+
+    def rank(number: int, transport: Transport) -> dict[str, float]:
+        worker = Worker(training, number, transport)
+        group.meet("start of a run")
+        return _watch(worker, steps)
+
+    return group.run(rank)[0]
+
+
+def _watch(worker: Worker, steps: int) -> dict[str, float]:
+    (optimizer,) = worker.optimizers
+    rights = {name: [0, 0] for name in SIGN_PEERS}
+    made = {name: make(optimizer.frame.layout, worker.transport) for name, make in SIGN_PEERS.items()}  # type: ignore[attr-defined]
+    for step in range(steps):
+        worker.step(step)
+        if step % SIGN_EVERY == 0:
+            updates = [optimizer.momentum(p) for p in optimizer.param_groups[0]["params"]]  # type: ignore[attr-defined]
+            true = _sum(updates, worker.transport)
+            for name, reduce in made.items():
+                right, counted = _agreement(reduce, updates, true)
+                rights[name][0] += right
+                rights[name][1] += counted
+    return {name: 100 * right / counted for name, (right, counted) in rights.items()}
+
+
+def _sum(updates: list[Tensor], transport: Transport) -> list[Tensor]:
+    total = [u.clone() for u in updates]
+    for u in total:
+        transport.all_reduce(u)
+    return total
+
+
+def _agreement(reduce: RoundAllReduce, updates: list[Tensor], true: list[Tensor]) -> tuple[int, int]:
+    """How many coordinates that are not zero have the right sign, and how many there are; nothing is kept."""
+    result = reduce(updates, 1.0)
+    reduce.compensation.whole.zero_()
+    reduce.compensation.formed()
+    right = counted = 0
+    for i, want in enumerate(true):
+        at = reduce.layout.offset(i)
+        found = result[at : at + want.numel()].view_as(want)
+        right += int(((found >= 0) == (want > 0))[want != 0].sum())
+        counted += int((want != 0).sum())
+    return right, counted
 
 
 def measure() -> None:
     """Makes ``signs.json`` and ``times.json`` anew."""
-    (RESULTS / "signs.json").write_text(json.dumps(round_signs.measure(), indent=1) + "\n")
+    keep({task: matching(task, 200) for task in ("mlp", "resnet", "vgg")}, RESULTS / "signs.json")
     megabits = MEGABITS if network.can_limit() else None
     times = []
     for topology in ("ring", "torus"):
         print(f"measuring rounds on a {topology} of {HOSTS} hosts ...", flush=True)
         printed = network.run_module("benchmarks.round_times", HOSTS, megabits, [topology])
         times += [json.loads(line) | {"megabits": megabits} for line in printed.splitlines()]
-    (RESULTS / "times.json").write_text(json.dumps(times, indent=1) + "\n")
+    keep(times, RESULTS / "times.json")
 
 
 def draw(runs: Sequence[Record], signs: Mapping[str, Any], times: Sequence[Record], path: Path) -> None:
@@ -234,7 +293,7 @@ def _draw_signs(axis: Axes, signs: Mapping[str, Mapping[str, float]]) -> None:
     axis.annotate("a coin", (len(methods) - 0.55, 50.5), fontsize=8, ha="right")
     axis.set(xticks=range(len(methods)), ylim=(40, 100), ylabel="% of signs as without compression")
     axis.set_xticks(range(len(methods)), methods, fontsize=8)
-    axis.set_title(f"Figure 1b: {round_signs.WORKERS} workers", fontsize=10)
+    axis.set_title(f"Figure 1b: {SIGN_WORKERS} workers", fontsize=10)
     axis.legend(frameon=False, fontsize=8)
 
 
@@ -260,13 +319,10 @@ def _draw_times(axis: Axes, times: Sequence[Record]) -> None:
         widths = [1e3 * t[part] for t in shown]
         axis.barh(labels, widths, left=left, color=colour, label=part, height=0.7)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    first = times[0]
-    net = f"{first['megabits']:g} Mbit/s" if first["megabits"] else "loopback"
     axis.set_xlabel("ms per round")
     axis.tick_params(axis="y", labelsize=8)
-    axis.set_title(
-        f"Figure 5: {first['workers']} CPU hosts, {net}, {first['elements'] / 1e6:.1f}M parameters", fontsize=10
-    )
+    told = f"{times[0]['workers']} CPU hosts, {measured_on(times)}, {times[0]['elements'] / 1e6:.1f}M parameters"
+    axis.set_title(f"Figure 5: {told}", fontsize=10)
     axis.legend(frameon=False, fontsize=8)
 
 
@@ -275,7 +331,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure signs and times anew")
     if parser.parse_args().measure:
         measure()
-    runs, signs, times = records(), *(json.loads((RESULTS / f"{name}.json").read_text()) for name in ("signs", "times"))
+    runs, signs, times = records(), *(read(RESULTS / f"{name}.json") for name in ("signs", "times"))
     text = tables(runs, signs, times)
     print(text)
     write_tables(PAGE, text)

@@ -18,7 +18,7 @@ from fusedonebit.triton_kernels import using
 from . import deepspeed_peer
 from .loopback import Loopback
 from .registry import Record, Report, Table, times
-from .timing import Call, Timing, time_by_turns
+from .timing import Call, time_by_turns
 
 LR = 1e-6  # so that parameters which several peers share stay what they are
 OURS: dict[str, Callable[..., Any]] = {
@@ -148,47 +148,29 @@ AGAINST_ADAMW: dict[str, str] = {"optimizer": "<32", "ms": ">9.2f", "10-90 %": "
 
 
 def against_adamw(
-    params: Sequence[Tensor],
-    peers: Mapping[str, Maker],
-    rounds: int,
-    each: Callable[[Record, Call], object],
-    warmup: int = 2,
+    params: Sequence[Tensor], peers: Mapping[str, Maker], rounds: int, each: Callable[[Record], object]
 ) -> None:
-    """Times one peer after the other, each by turns with fused AdamW on the same parameters.
+    """Times one peer after the other, each by turns with fused AdamW on the same parameters, and tells of its row.
 
-    So that no more than two have state at a time: all of them at once would not fit on a GPU.
-
-    Args:
-        params: With gradients.
-        peers: How to make each.
-        rounds: Turns.
-        each: Is given a peer's row (``AGAINST_ADAMW``, and ``extra B/param`` on CUDA) and its step.
-        warmup: Turns before them.
+    So no more than two have state at a time: all of them at once would not fit on a GPU.
     """
-    device, n = params[0].device, sum(p.numel() for p in params)
     base = adamw(params)
     base()
     for name, make in peers.items():
-        before = 0
-        if device.type == "cuda":
-            gc.collect()  # the last peer's state
-            before = torch.cuda.memory_allocated()
+        gc.collect()  # the last peer's state
         try:
             call = make(params)
-            timed = time_by_turns({"base": base, "peer": call}, device, rounds, warmup)
+            timed = time_by_turns({"base": base, "peer": call}, params[0].device, rounds, 2)
         except torch.cuda.OutOfMemoryError:
-            each({"optimizer": name, "10-90 %": "out of memory"}, lambda: None)
+            each({"optimizer": name, "10-90 %": "out of memory"})
             continue
         check(call)
         ratio = timed["peer"].median / timed["base"].median
-        row = {"optimizer": name, **times(timed["peer"]), "x AdamW(fused)": ratio, "adamw_ms": timed["base"].median}
-        if device.type == "cuda" and isinstance(call, Step):
-            row["extra B/param"] = extra_bytes(call, before) / n
-        each(row, call)
+        each({"optimizer": name, **times(timed["peer"]), "x AdamW(fused)": ratio, "adamw_ms": timed["base"].median})
         del call
 
 
-def all_by_turns(table: Table, peers: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
+def all_by_turns(table: Table, peers: Mapping[str, Call], rounds: int) -> None:
     """Times all by turns, each on parameters of its own, and adds their rows; ratios are to the first."""
     timed = time_by_turns(peers, rounds=rounds, warmup=2)
     for call in peers.values():
@@ -196,7 +178,6 @@ def all_by_turns(table: Table, peers: Mapping[str, Call], rounds: int) -> dict[s
     base = next(iter(timed.values())).median
     for name, timing in timed.items():
         table.add(**{"optimizer": name, **times(timing), "x AdamW(fused)": timing.median / base})
-    return timed
 
 
 def extra_bytes(step: Step, allocated_before: int) -> int:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from . import network
-from .pages import DOCS, write_tables
+from .pages import DOCS, RESULTS, keep, markdown, read, write_tables
 
-RESULTS = Path(__file__).with_name("results") / "overlap"
+RECORD = RESULTS / "overlap" / "overlap.json"
 PICTURE = DOCS / "overlap.png"
 PAGE = DOCS / "beyond-one-node.md"
-HOSTS, WIDTH, LAYERS, BATCH = 2, 512, 8, 4096
+HOSTS, WIDTH, LAYERS, BATCH, BUCKETS, ROUNDS = 2, 512, 8, 4096, 8, 15
 RATIOS = (0.5, 1.0, 2.0)
 """Of communication to backward pass; the network's rate is chosen so."""
 TARGET = 0.7
@@ -35,42 +35,38 @@ def hidden(record: dict[str, Any]) -> float:
     return (backward + communication - overlapped) / min(backward, communication)
 
 
-def measure(buckets: int, ratios: Sequence[float], rounds: int, batch: int) -> list[dict[str, Any]]:
+def measure() -> list[dict[str, Any]]:
     """A record for each ratio."""
 
     def run(megabits: float | None, steps: int) -> dict[str, Any]:
-        arguments = [str(n) for n in (WIDTH, LAYERS, batch, buckets, steps)]
+        arguments = [str(n) for n in (WIDTH, LAYERS, BATCH, BUCKETS, steps)]
         printed = network.run_module("benchmarks.overlap_steps", HOSTS, megabits, arguments)
         return json.loads(printed.splitlines()[-1]) | {"megabits": megabits, "load": os.getloadavg()[0]}
 
     # What takes time without a slow network takes as long with one.
     fast = run(None, 3)
     records = []
-    for ratio in ratios:
+    for ratio in RATIOS:
         on_the_wire = max(ratio * fast["backward"] - fast["communication"], 0.1 * fast["backward"])
         megabits = round(8e-6 * fast["bytes"] / on_the_wire, 2)
-        print(f"{ratio:g} : 1, {megabits:g} Mbit/s, {buckets} buckets ...", file=sys.stderr, flush=True)
-        records.append(run(megabits, rounds) | {"ratio": ratio, "without_network": fast["communication"]})
+        print(f"{ratio:g} : 1, {megabits:g} Mbit/s, {BUCKETS} buckets ...", file=sys.stderr, flush=True)
+        records.append(run(megabits, ROUNDS) | {"ratio": ratio, "without_network": fast["communication"]})
         print(table(records[-1:]), file=sys.stderr, flush=True)
     return records
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """One line for each record."""
-    lines = [
-        "| Mbit/s | buckets | backward, ms | communication, ms | overlapped, ms | hidden |",
-        "|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = [["Mbit/s", "buckets", "backward, ms", "communication, ms", "overlapped, ms", "hidden"]]
     for r in records:
-        parts = [r[key] for key in ("backward", "communication", "overlapped")]
-        cells = " | ".join(f"{1e3 * seconds:.0f}" for seconds in parts)
-        lines.append(f"| {r['megabits']:g} | {r['buckets']} | {cells} | **{hidden(r):.0%}** |")
-    return "\n".join(lines) + "\n"
+        parts = (f"{1e3 * r[key]:.0f}" for key in ("backward", "communication", "overlapped"))
+        rows.append([f"{r['megabits']:g}", r["buckets"], *parts, f"**{hidden(r):.0%}**"])
+    return markdown(rows, left=())
 
 
 def recorded() -> list[dict[str, Any]]:
     """What was measured last."""
-    return json.loads((RESULTS / "overlap.json").read_text())
+    return read(RECORD)
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -96,23 +92,14 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How much of the communication overlap=True hides.")
     parser.add_argument("--recorded", action="store_true", help="print what was measured last")
-    parser.add_argument("--buckets", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
-    parser.add_argument("--try", dest="trying", action="store_true", help="record nothing")
-    given = parser.parse_args()
-    if not given.recorded and not network.can_limit():
+    recorded_alone = parser.parse_args().recorded
+    if not recorded_alone and not network.can_limit():
         sys.exit("benchmarks.overlap needs root's rights and iproute2's ip and tc; --recorded prints what was measured")
-    records = recorded() if given.recorded else measure(given.buckets, given.ratios, given.rounds, given.batch)
-    if not given.recorded and not given.trying:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        kept = {r["ratio"]: r for r in (recorded() if (RESULTS / "overlap.json").exists() else [])}
-        records = [r for _, r in sorted((kept | {r["ratio"]: r for r in records}).items())]
-        (RESULTS / "overlap.json").write_text(json.dumps(records, indent=1) + "\n")
-    if not given.trying:
-        draw(records, PICTURE)
-        write_tables(PAGE, table(records), "OVERLAP")
+    if not recorded_alone:
+        keep(measure(), RECORD)
+    records = recorded()
+    draw(records, PICTURE)
+    write_tables(PAGE, table(records), "OVERLAP")
     print(table(records))
     print(f"hidden of the communication: {', '.join(f'{hidden(r):.0%}' for r in records)} (target {TARGET:.0%})")
 

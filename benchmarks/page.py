@@ -5,15 +5,12 @@ Nothing is measured here: ``make bench OUT=benchmarks/results/cpu`` records.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from . import bytes_plot, step_time
-from .pages import DOCS, TABLES, write_tables
+from .pages import DOCS, RESULTS, TABLES, markdown, read, write_tables
 from .registry import Record
 
-RESULTS = Path(__file__).with_name("results") / "cpu"
 PAGE = TABLES / "cpu.md"
 PICTURES = {
     "step-time": (step_time.draw, DOCS / "step-time.png"),
@@ -33,7 +30,7 @@ SHOWN = {
 
 def records() -> dict[str, Record]:
     """What was recorded last, by case."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    return {path.stem: read(path) for path in sorted((RESULTS / "cpu").glob("*.json"))}
 
 
 def tables() -> str:
@@ -43,20 +40,16 @@ def tables() -> str:
         about, table = found[name]["about"], found[name]["tables"][0]
         where = f"{about['device']}, {about['cpu_cores']} cores, load {about['load']:.1f} at its end"
         lines += [f"**{name}**: {table['title']}.", ""]
-        lines += [f"| {' | '.join(columns)} |", "|---|" + "--:|" * (len(columns) - 1)]
-        lines += [f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in table["rows"]]
-        lines += ["", f"*{where}; torch {about['torch']}, commit {about['commit']}, {about['date']}.*", ""]
+        lines += [markdown([columns, *([_cell(row.get(column)) for column in columns] for row in table["rows"])])]
+        lines += [f"*{where}; torch {about['torch']}, commit {about['commit']}, {about['date']}.*", ""]
     return "\n".join(lines) + "\n"
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else str(value)
+def _cell(value: Any) -> Any:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else value
 
 
 def main() -> None:
-    """See the module's docstring."""
     write_tables(PAGE, tables())
     print(PAGE)
     found = records()

@@ -5,23 +5,20 @@ Nothing is measured here: what was measured is in ``planner_readings``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from fusedonebit.apps.pictures import clear, plt, save
 from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
 from fusedonebit.apps.plan.plan_plot import draw
 from fusedonebit.apps.plan.report import Plan
 from fusedonebit.apps.units import duration
 
-from .pages import DOCS, TABLES, write_tables
+from .pages import DOCS, TABLES, markdown, write_tables
 from .planner_fit import (
     CLUSTERS,
     SPLITS,
@@ -49,36 +46,32 @@ PAGE, PICTURE = TABLES / "planner.md", DOCS / "planner.png"
 COLOURS = {"Ethernet": "#d1495b", "InfiniBand": "#2e6f95"}
 
 
-def constants_table() -> str:
+Table = Iterator[Sequence[Any]]
+
+
+def constants_table() -> Table:
     """What was fitted, to which rows."""
-    lines = ["| cluster | fitted on | 1/h, GB/s of gradient | Bn, Gbit/s | Bn as the paper states it |"]
-    lines.append("|---|---|--:|--:|--:|")
+    yield "cluster", "fitted on", "1/h, GB/s of gradient", "Bn, Gbit/s", "Bn as the paper states it"
     for cluster in CLUSTERS:
         rows = [r for r in TABLE_2 if r.cluster is cluster]
         for name, fitted in (*SPLITS.items(), ("all its rows", lambda nodes: True)):
             found = fit([r for r in rows if fitted(r.nodes)])
-            lines.append(
-                f"| {cluster.name} | {name} | {1e-9 / found.handling:.2f} | {8e-9 * found.network.between:.2f} | "
-                f"{8e-9 * cluster.stated:.3g} |"
-            )
-    return "\n".join(lines) + "\n"
+            constants = f"{1e-9 / found.handling:.2f}", f"{8e-9 * found.network.between:.2f}"
+            yield cluster.name, name, *constants, f"{8e-9 * cluster.stated:.3g}"
 
 
-def errors_table() -> str:
+def errors_table() -> Table:
     """Every row of table 2, as predicted by fits that did not see it."""
     columns = {f"fitted on {name}": held_out(fitted) for name, fitted in SPLITS.items()}
     columns["fitted on all other node counts"] = each_held_out()
-    lines = [f"| cluster, nodes, batch | measured, ms | {' | '.join(columns)} |", "|---|--:|" + "--:|" * len(columns)]
+    yield "cluster, nodes, batch", "measured, ms", *columns
     for r in TABLE_2:
-        cells = []
-        for predictions in columns.values():
-            found = [p for p in predictions if p.reading == r]
-            cells.append(f"{found[0].milliseconds:.0f} ({found[0].error:+.1%})" if found else "(fitted)")
-        lines.append(f"| {r.cluster.name}, {r.nodes}, {r.batch} | {r.milliseconds:g} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        found = (next((p for p in predictions if p.reading == r), None) for predictions in columns.values())
+        cells = (f"{p.milliseconds:.0f} ({p.error:+.1%})" if p else "(fitted)" for p in found)
+        yield f"{r.cluster.name}, {r.nodes}, {r.batch}", f"{r.milliseconds:g}", *cells
 
 
-def summary_table() -> str:
+def summary_table() -> Table:
     """Median and largest errors of all splits, and of models that are worse."""
     found: dict[str, Sequence[Prediction]] = {
         f"fitted on {name}, the others predicted": held_out(fitted) for name, fitted in SPLITS.items()
@@ -88,13 +81,9 @@ def summary_table() -> str:
         f"ring only (no tree), fitted on {name}": held_out(fitted, share=ring_share) for name, fitted in SPLITS.items()
     }
     found["nothing fitted: stated bandwidths, h = 0"] = unfitted()
-    lines = ["| absolute errors | rows | median over rows | median over node counts | largest |"]
-    lines.append("|---|--:|--:|--:|--:|")
+    yield "absolute errors", "rows", "median over rows", "median over node counts", "largest"
     for name, predictions in found.items():
-        s = summarise(predictions)
-        numbers = " | ".join(f"{value:.1%}" for value in s)
-        lines.append(f"| {name} | {len(predictions)} | {numbers} |")
-    return "\n".join(lines) + "\n"
+        yield name, len(predictions), *(f"{value:.1%}" for value in summarise(predictions))
 
 
 def bandwidth_of(seconds: float, nbytes: int, gpus: int, per_node: int) -> float:
@@ -107,50 +96,42 @@ def bandwidth_of(seconds: float, nbytes: int, gpus: int, per_node: int) -> float
     return low
 
 
-def others_table() -> str:
+def others_table() -> Table:
     """Other published readings: an order of magnitude, as their machines are not known well."""
-    lines = ["| reading | read | model | what the model was told |", "|---|--:|--:|---|"]
-
-    def add(what: str, read: str, predicted: float, told: str) -> None:
-        lines.append(f"| {what} | {read} | {duration(predicted)} | {told} |")
-
+    yield "reading", "read", "model", "what the model was told"
     fast = Network(400e9, gpus_per_node=16)
     for nbytes, seconds in ALL_TO_ALL_128:
         told = "ap is this reading / 127" if nbytes == 512 else "the same ap"
-        add(f"all-to-all, 128 GPUs, {nbytes} B", duration(seconds), all_to_all(nbytes, 128, fast).seconds, told)
+        predicted = all_to_all(nbytes, 128, fast).seconds
+        yield f"all-to-all, 128 GPUs, {nbytes} B", duration(seconds), duration(predicted), told
     nbytes, (least, most) = ALL_TO_ALL_64_H800
-    h800 = Network(400e9, gpus_per_node=8)
-    add(
-        "all-to-all, 64 H800, 8 MiB",
-        f"{duration(least)} to {duration(most)}",
-        all_to_all(nbytes, 64, h800).seconds,
-        "assumed: 8 cards of 400 Gbit/s a node",
-    )
+    predicted, read = all_to_all(nbytes, 64, Network(400e9, gpus_per_node=8)).seconds, f"{duration(least)} to "
+    told = "assumed: 8 cards of 400 Gbit/s a node"
+    yield "all-to-all, 64 H800, 8 MiB", read + duration(most), duration(predicted), told
     largest, seconds = ALL_REDUCE_256[0]
     between = bandwidth_of(seconds, largest, 256, 16)
     for nbytes, seconds in ALL_REDUCE_256:
         told = f"Bn from this reading: {between / 1e9:.0f} GB/s" if nbytes == largest else "the same Bn"
         predicted = all_reduce(nbytes, 256, Network(between, gpus_per_node=16)).seconds
-        add(f"all-reduce, 256 GPUs, {nbytes >> 20} MiB", duration(seconds), predicted, told)
+        yield f"all-reduce, 256 GPUs, {nbytes >> 20} MiB", duration(seconds), duration(predicted), told
     nbytes, reduced, exchanged = V100_64
     v100 = Network(bandwidth_of(reduced, nbytes, 64, 8), gpus_per_node=8)
     told = f"Bn from its all-reduce of 122 ms: {v100.between / 1e9:.2g} GB/s"
-    add("all-to-all, 64 V100, 256 MiB", duration(exchanged), all_to_all(nbytes, 64, v100).seconds, told)
+    predicted = all_to_all(nbytes, 64, v100).seconds
+    yield "all-to-all, 64 V100, 256 MiB", duration(exchanged), duration(predicted), told
     ethernet = fit([r for r in TABLE_2 if r.cluster is ETHERNET])
     uncompressed = TABLE_2[0].milliseconds + COMPUTE_256_ETHERNET
     inferred = 1e-3 * (uncompressed / SPEEDUP_256_ETHERNET - COMPUTE_256_ETHERNET)
-    add(
-        "1-bit LAMB's messages, 256 GPUs, Ethernet",
-        f"about {duration(inferred)}",
-        METHODS["flat"].cost(BERT_LARGE, 256, ethernet.network).seconds,
-        'Bn from table 2; read is inferred from "up to 4.5x", compute as in table 2',
-    )
-    return "\n".join(lines) + "\n"
+    predicted = METHODS["flat"].cost(BERT_LARGE, 256, ethernet.network).seconds
+    told = 'Bn from table 2; read is inferred from "up to 4.5x", compute as in table 2'
+    what = "1-bit LAMB's messages, 256 GPUs, Ethernet"
+    yield what, f"about {duration(inferred)}", duration(predicted), told
 
 
 def tables() -> str:
     """Return all of them."""
-    return "\n".join([summary_table(), errors_table(), constants_table(), others_table()])
+    every = {summary_table: (0,), errors_table: (0,), constants_table: (0, 1), others_table: (0, 3)}
+    return "\n".join(markdown(table(), left) for table, left in every.items())
 
 
 def draw_page(path: Path) -> None:
@@ -158,8 +139,7 @@ def draw_page(path: Path) -> None:
     figure, axes = plt.subplots(2, 1, figsize=(6.4, 8.6), layout="constrained")
     _draw_errors(axes[0])
     draw(axes[1], Plan(BERT_LARGE, 256, Network(ETHERNET.stated, 10e9, 4), 1e-3 * COMPUTE_256_ETHERNET))
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    save(figure, path, dpi=140)
 
 
 def _draw_errors(axis: Axes) -> None:
@@ -171,15 +151,8 @@ def _draw_errors(axis: Axes) -> None:
         axis.plot(list(curve), list(curve.values()), color=colour, linewidth=1.5)
         for seen, face in ((True, colour), (False, "white")):
             shown = [r for r in rows if fitted(r.nodes) is seen]
-            axis.plot(
-                [r.nodes for r in shown],
-                [r.milliseconds for r in shown],
-                "o",
-                markerfacecolor=face,
-                color=colour,
-                markersize=7,
-                linestyle="none",
-            )
+            how = {"markerfacecolor": face, "color": colour, "markersize": 7}
+            axis.plot([r.nodes for r in shown], [r.milliseconds for r in shown], "o", **how)
         place, below = (max(curve), curve[max(curve)]), cluster.name == "InfiniBand"  # where no points are
         told = f"{cluster.name}, {cluster.gpus_per_node} GPUs a node"
         axis.annotate(
@@ -194,8 +167,7 @@ def _draw_errors(axis: Axes) -> None:
     axis.set_yticks([200, 500, 1000, 2000, 5000], ["200", "500", "1,000", "2,000", "5,000"])
     axis.minorticks_off()
     axis.set_ylim(140, 6000)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    clear([axis])
     axis.legend(frameon=False, fontsize=9, loc="center right", bbox_to_anchor=(1, 0.42))
     axis.set_title("1-bit LAMB's table 2, and the model", fontsize=10, loc="left")
 

@@ -8,23 +8,27 @@ compiles every kernel for each NVIDIA chip. No GPU is needed. What an H100 has m
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from .audit_cases import BLOCK, CASES, PER_LAYER
 from .audit_steps import STEPS
-from .chips import ATTAINABLE, CHIPS, LAUNCH, Chip, Variant, chain_of
+from .chips import ATTAINABLE, CHIPS, H100, LAUNCH, Chip, Variant, chain_of
 from .gpu.steps import MODELS, PEERS, Peer
 from .kernels import FULL, KERNELS, audited
 from .optimizers import numel_of
-from .pages import write_tables
+from .pages import RESULTS, TABLES, keep, markdown, read, write_tables
 
-RECORD = Path(__file__).parent / "results" / "predictions.json"
-MEASURED = Path(__file__).parent / "results" / "h100" / "speed.json"
+RECORD, MEASURED = RESULTS / "predictions.json", RESULTS / "h100" / "speed.json"
 SIZES = ("340M", "10M")
+PAGE = TABLES / "predictions.md"
+GOAL = 0.1
+"""Median deviation of what is measured."""
+Rows = list[dict[str, Any]]
+Table = Iterator[Sequence[Any]]
 WALKED = 1024 * 1024
 """Elements whose blocks a layer's program reads at once."""
 WALKS = {"lamb_rescale": 1, "lamb_coefficient": 2, "lamb_follow": 1}
@@ -191,19 +195,108 @@ def counted_in(record: Mapping[str, Any]) -> dict[str, dict[str, Variant]]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """See the module's docstring."""
-    from .predictions_page import PAGE, tables
+# ---------------------------------------------------------------- beside what an H100 has measured
 
+
+def compared(record: Mapping[str, Any], measured: Rows) -> Iterator[dict[str, Any]]:
+    """Each step that was measured on an H100, captured, and the kernels of its profile, beside what was predicted."""
+    rows = {(row["step"], row["size"]): row for row in record["steps"] if row["chip"] == H100.name}
+    for case in measured:
+        size = case["case"].removeprefix("steps-")
+        for row in (row for table in case["tables"] for row in table["rows"] if row.get("way") == "captured"):
+            said = rows.get((row["optimizer"], size))
+            if said is None:
+                continue
+            told = {"step": row["optimizer"], "size": size}
+            if "kernel" not in row:
+                yield told | {"kernel": None, "predicted": said["us"], "measured": 1e3 * row["ms"]}
+            elif (op := row["kernel"].removesuffix("_kernel")) in said["kernels"]:
+                yield told | {"kernel": op, "predicted": said["kernels"][op], "measured": row["us"]}
+
+
+def deviation(rows: Rows) -> float:
+    """Return the median of how far what was measured is from what was predicted."""
+    return statistics.median(abs(_ratio(row) - 1) for row in rows)
+
+
+def _ratio(row: Mapping[str, Any]) -> float:
+    return row["measured"] / row["predicted"]
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _shown(rows: Rows) -> str | None:
+    found = next(row["instructions"] for row in rows if row["chip"] == H100.name)
+    return None if found is None else f"{found:.0f}" if found >= 1 else f"{found:.1f}"
+
+
+def tables(record: Mapping[str, Any], measured: Rows) -> str:
+    """Return the page's tables, of steps, of what was measured, and of kernels."""
+    found = list(compared(record, measured))
+    every = (_steps(record, found), _verdict(found), _measured_kernels(found), _kernels(record))
+    return "\n".join(map(markdown, every))
+
+
+def _steps(record: Mapping[str, Any], found: Rows) -> Table:
+    head = ("a step, ms", "B/parameter", "instructions/parameter", "launches")
+    yield *head, *(chip.name for chip in CHIPS), "H100, measured", "measured / predicted"
+    for size in SIZES:
+        for peer in PEERS:
+            rows = [row for row in record["steps"] if (row["step"], row["size"]) == (peer.name, size)]
+            seen = next((r for r in found if (r["step"], r["size"], r["kernel"]) == (peer.name, size, None)), None)
+            beside = (f"{seen['measured'] / 1e3:.3f}", f"{_ratio(seen):.3f}") if seen else (None, None)
+            per = f"{rows[0]['bytes'] / numel_of(MODELS[size]):.2f}"
+            head = (f"{peer.name}, {size}", per, _shown(rows), rows[0]["launches"])
+            yield *head, *(f"{row['us'] / 1e3:.3f}" for row in rows), *beside
+
+
+def _verdict(found: Rows) -> Table:
+    yield "measured on an H100", "number", "median deviation", f"goal: at most {GOAL:.0%}", "measured / predicted"
+    for size in (None, *SIZES):
+        of_size = [row for row in found if size in (None, row["size"])]
+        steps, kernels = ([row for row in of_size if bool(row["kernel"]) is which] for which in (False, True))
+        for what, rows in (("whole steps", steps), ("kernels in them", kernels)):
+            median = deviation(rows)
+            told = "met" if median <= GOAL else "**missed**"
+            yield what + (f", {size}" if size else ""), len(rows), f"{median:.1%}", told, _span(rows)
+
+
+def _span(rows: Rows) -> str:
+    ratios = [_ratio(row) for row in rows]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _measured_kernels(found: Rows) -> Table:
+    yield "launches of it in steps, H100, measured / predicted", *SIZES
+    for op in dict.fromkeys(row["kernel"] for row in found if row["kernel"]):
+        yield op, *(_span([r for r in found if (r["kernel"], r["size"]) == (op, size)]) for size in SIZES)
+
+
+def _kernels(record: Mapping[str, Any]) -> Table:
+    yield "a kernel, us", "elements", "B/element", "instructions/element", *(chip.name for chip in CHIPS)
+    for kernel in KERNELS:
+        rows = [row for row in record["kernels"] if row["kernel"] == kernel.name]
+        elements = rows[0]["elements"]
+        per = re.sub(r"\.?0+$", "", f"{rows[0]['bytes'] / elements:.4f}")
+        us = (f"{row['us']:,.0f}" + _MARKS.get(row["held by"], "") for row in rows)
+        yield kernel.name, f"{elements:,}", per, _shown(rows), *us
+
+
+_MARKS = {"issue": " i", "units": " u", "latency": " l", "begin": " b"}
+"""What decides, if it is not memory."""
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Predict every kernel and whole steps on five GPUs.")
     parser.add_argument("--update", action="store_true", help="write the record and the page")
     parser.add_argument("--count", action="store_true", help="compile and count anew, which takes minutes")
     given = parser.parse_args(arguments)
-    counted = count() if given.count else counted_in(json.loads(RECORD.read_text()))
+    counted = count() if given.count else counted_in(read(RECORD))
     record = record_of(counted)
-    text = tables(record, json.loads(MEASURED.read_text()))
+    text = tables(record, read(MEASURED))
     if given.update:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        keep(record, RECORD)
         write_tables(PAGE, text)
     print(text)
 

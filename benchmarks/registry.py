@@ -137,11 +137,12 @@ class Case:
     where: Where
     run: Callable[[Report], None]
     draw: Callable[[Record, Path], None] | None = None
+    told: str = ""
 
     @property
     def about(self) -> str:
         """One line."""
-        return (self.run.__doc__ or "").split("\n")[0]
+        return self.told or (self.run.__doc__ or "").split("\n")[0]
 
     def is_at_home(self, device: torch.device) -> bool:
         """Whether its numbers mean something there."""
@@ -165,7 +166,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    name: str, where: Where, draw: Callable[[Record, Path], None] | None = None
+    name: str, where: Where, draw: Callable[[Record, Path], None] | None = None, about: str = ""
 ) -> Callable[[Callable[[Report], None]], Callable[[Report], None]]:
     """Registers a function; the first line of its docstring says what it measures.
 
@@ -173,10 +174,11 @@ def case(
         name: On the command line, and of its file of results.
         where: Where its numbers mean something. Elsewhere it is a dry run of the code.
         draw: Makes a picture of its record.
+        about: What it measures, if no docstring says it.
     """
 
     def register(run: Callable[[Report], None]) -> Callable[[Report], None]:
-        CASES[name] = Case(name, where, run, draw)
+        CASES[name] = Case(name, where, run, draw, about)
         return run
 
     return register

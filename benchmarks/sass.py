@@ -122,18 +122,3 @@ def _counted(lines: list[tuple[int, str]], times: list[int]) -> Executed:
             bits = int(re.sub(r"\D", "", width.group(1))) if width else 32
             result.loads[bits // 8] += count
     return result
-
-
-def ranks_under_way(cubin: bytes) -> int:
-    """Scales that the longest loop over the ranks loads before its first barrier: loads that wait together."""
-    lines = disassemble(cubin)
-    at = {address: i for i, (address, _) in enumerate(lines)}
-    most = 0
-    for i, (_, text) in enumerate(lines):
-        match = _BRANCH.search(text)
-        target = at.get(int(match.group("target"), 16), i) if match else i
-        if target < i:
-            body = [t for _, t in lines[target:i]]
-            first = next((n for n, t in enumerate(body) if "BAR" in t), len(body))
-            most = max(most, sum(bool(re.search(r"LDG\.E(?!\.U|\.S)", t)) for t in body[:first]))
-    return most

@@ -9,10 +9,8 @@ what was run (``scale_model``), with the audit's bytes and the planner's network
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +20,10 @@ from fusedonebit import Layerwise, OneBitAdam, OneBitLamb
 from fusedonebit.apps.plan import Network
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size, live_table
 
+from . import pages
 from . import scale_model as model
 from .loopback import Loopback
-from .pages import DOCS, TABLES, write_tables
+from .pages import DOCS, TABLES, keep, markdown, read, write_tables
 
 PARAMETERS = tuple(10**n for n in range(6, 12))
 RANKS = (2, 8, 64, 256, 1024, 4096, 16384)
@@ -32,7 +31,7 @@ NETWORK = Network(between=50e9, inside=450e9, gpus_per_node=8)
 """Eight H200 a node: a card of 400 Gbit/s for the whole node and NVLink inside."""
 GPU_MEMORY = 141e9
 OPTIMIZERS = {"adam": OneBitAdam, "lamb": OneBitLamb}
-RESULTS = Path(__file__).parent / "results" / "scale" / "scale.json"
+RESULTS = pages.RESULTS / "scale" / "scale.json"
 PAGE = TABLES / "scale.md"
 
 
@@ -162,10 +161,6 @@ def predictions() -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- tables
 
 
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
 def _short(n: float) -> str:
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
@@ -175,75 +170,56 @@ def _short(n: float) -> str:
 
 def tables(found: dict[str, Any]) -> str:
     """The page's tables."""
-    return "\n\n".join((_run_table(found["run"]), _built_table(found["built"]), _predicted_table(found["predicted"])))
+    every = (_run_table(found["run"]), _built_table(found["built"]), _predicted_table(found["predicted"]))
+    return "\n".join(map(markdown, every)).strip()
 
 
-def _run_table(rows: list[dict[str, Any]]) -> str:
-    lines = [_row("run here", "ranks", "block", "padding", "state, B/parameter", "formula", "operations a step")]
-    lines[0] += " largest result, of P | sent, bits per parameter | a step here, s |"
-    lines.append("|---|" + "--:|" * 9)
+Rows = list[dict[str, Any]]
+Table = Iterator[Sequence[Any]]
+
+
+def _run_table(rows: Rows) -> Table:
+    head = ("run here", "ranks", "block", "padding", "state, B/parameter", "formula", "operations a step")
+    yield *head, "largest result, of P", "sent, bits per parameter", "a step here, s"
     for r in rows:
-        p = r["parameters"]
-        lines.append(
-            _row(
-                f"1-bit {'Adam' if r['optimizer'] == 'adam' else 'LAMB'}, {_short(p)}",
-                f"{r['ranks']:,}",
-                r["block_size"],
-                f"{r['padding'] / p:.1%}",
-                f"{r['state_bytes'] / p:.3f}",
-                "equal" if r["state_bytes"] == r["formula"] else f"{r['formula'] / p:.3f}",
-                r["operations"],
-                f"{r['largest_result'] / p:.2f}",
-                f"{8 * r['sent'] / p:.2f}",
-                f"{r['eager_step_s']:.2f}",
-            )
+        p, equal = r["parameters"], r["state_bytes"] == r["formula"]
+        yield (
+            *(f"1-bit {'Adam' if r['optimizer'] == 'adam' else 'LAMB'}, {_short(p)}", f"{r['ranks']:,}"),
+            *(r["block_size"], f"{r['padding'] / p:.1%}", f"{r['state_bytes'] / p:.3f}"),
+            *("equal" if equal else f"{r['formula'] / p:.3f}", r["operations"], f"{r['largest_result'] / p:.2f}"),
+            *(f"{8 * r['sent'] / p:.2f}", f"{r['eager_step_s']:.2f}"),
         )
-    return "\n".join(lines)
 
 
-def _built_table(rows: list[dict[str, Any]]) -> str:
-    lines = [_row("tables built here", "ranks", "tensors", "blocks", "s"), "|---|--:|--:|--:|--:|"]
+def _built_table(rows: Rows) -> Table:
+    yield "tables built here", "ranks", "tensors", "blocks", "s"
     for r in rows:
-        cells = (_short(r["parameters"]), f"{r['ranks']:,}", r["tensors"], f"{r['blocks']:,}", f"{r['seconds']:.2f}")
-        lines.append(_row(*cells))
-    return "\n".join(lines)
+        yield _short(r["parameters"]), f"{r['ranks']:,}", r["tensors"], f"{r['blocks']:,}", f"{r['seconds']:.2f}"
 
 
-def _predicted_table(rows: list[dict[str, Any]]) -> str:
-    lines = [_row("predicted, 1-bit Adam", "ranks", "padding", "sent / bit", "state, GB", "tables, GB", "kernels, ms")]
-    lines[0] += " waits, ms | launches, ms | flat, ms | hierarchy, ms | Marsit, ms | bf16 all-reduce, ms |"
-    lines.append("|---|" + "--:|" * 12)
-    for r in rows:
-        if r["optimizer"] != "adam" or r["ranks"] not in (2, 64, 1024, 16384):
-            continue
-        seconds = (*r["kernels_s"].values(), *r["wire_s"].values())
-        lines.append(
-            _row(
-                _short(r["parameters"]),
-                f"{r['ranks']:,}",
-                f"{r['padding']:.0%}",
-                f"{r['sent_per_bit']:.2f}",
-                f"{r['state'] / 1e9:.3g}",
-                f"{r['tables'] / 1e9:.2g}",
-                *(f"{1e3 * s:,.3g}" for s in seconds),
-            )
+def _predicted_table(rows: Rows) -> Table:
+    head = ("predicted, 1-bit Adam", "ranks", "padding", "sent / bit", "state, GB", "tables, GB", "kernels, ms")
+    yield *head, *(f"{name}, ms" for name in ("waits", "launches", "flat", "hierarchy", "Marsit", "bf16 all-reduce"))
+    for r in (r for r in rows if r["optimizer"] == "adam" and r["ranks"] in (2, 64, 1024, 16384)):
+        yield (
+            *(_short(r["parameters"]), f"{r['ranks']:,}", f"{r['padding']:.0%}", f"{r['sent_per_bit']:.2f}"),
+            *(f"{r['state'] / 1e9:.3g}", f"{r['tables'] / 1e9:.2g}"),
+            *(f"{1e3 * s:,.3g}" for s in (*r["kernels_s"].values(), *r["wire_s"].values())),
         )
-    return "\n".join(lines)
 
 
 def everything(largest_built: int) -> dict[str, Any]:
     """Runs, builds and predicts."""
     sizes = model.transformer(4e6)
     run = [run_step(sizes, ranks, o) for o in OPTIMIZERS for ranks in (2, 64, 1024, 4096, 16384)]
-    print(_run_table(run), flush=True)
+    print(markdown(_run_table(run)), flush=True)
     counts = [10**n for n in range(6, 11) if 10**n <= largest_built]
     built = [build_tables(model.transformer(n), ranks) for n in counts for ranks in (2, 16384)]
-    print(_built_table(built), flush=True)
+    print(markdown(_built_table(built)), flush=True)
     return {"network": vars(NETWORK), "run": run, "built": built, "predicted": list(predictions())}
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description="One rank's step for any number of parameters and ranks.")
     parser.add_argument("--largest-built", type=float, default=1e10, help="parameters of the largest layout built")
     parser.add_argument("--redraw", action="store_true", help="run nothing: predictions, tables and picture anew")
@@ -251,12 +227,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if arguments.redraw:
-        found = json.loads(RESULTS.read_text()) | {"predicted": list(predictions())}
+        found = read(RESULTS) | {"predicted": list(predictions())}
     else:
         found = everything(int(arguments.largest_built))
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    print(_predicted_table(found["predicted"]))
+    keep(found, RESULTS)
+    print(markdown(_predicted_table(found["predicted"])))
     write_tables(PAGE, tables(found))
     from .scale_plot import plot  # matplotlib only where a picture is drawn
 

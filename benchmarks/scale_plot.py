@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from fusedonebit.apps.pictures import METHODS, lighter, plt, save
+from fusedonebit.apps.pictures import METHODS, clear, lighter, plt, save
 
 BLUES = {2: "#9ecae1", 64: "#4292c6", 1024: "#2171b5", 16384: "#08306b"}
 WAYS = {
@@ -27,9 +27,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
     _memory(axes[0, 1], rows, found)
     _network(axes[1, 0], rows)
     _overhead(axes[1, 1], rows)
+    clear(axes.flat)
     for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
         axis.legend(frameon=axis is axes[0, 1], edgecolor="none", fontsize=8.5)
     figure.suptitle("One rank of 1-bit Adam, compression stage, fp32, transformers; H200, NVLink, 400 Gbit/s a node")
     save(figure, path, dpi=140)
@@ -51,31 +50,14 @@ def _kernels(axis: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _memory(axis: Axes, rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    def line(some: list[dict[str, Any]], key: str, label: str, style: str, **how: Any) -> None:
+        axis.plot([r["parameters"] for r in some], [r[key] / 1e9 for r in some], style, label=label, **how)
+
     for ranks, colour in BLUES.items():
-        some = _of(rows, ranks)
-        axis.plot(
-            [r["parameters"] for r in some],
-            [r["state"] / 1e9 for r in some],
-            "-",
-            color=colour,
-            label=f"state, {ranks:,} ranks",
-        )
-    some = _of(rows, 16384)
-    axis.plot(
-        [r["parameters"] for r in some],
-        [r["tables"] / 1e9 for r in some],
-        "--",
-        color="#b5651d",
-        label="of that, tables (16,384 ranks)",
-    )
+        line(_of(rows, ranks), "state", f"state, {ranks:,} ranks", "-", color=colour)
+    line(_of(rows, 16384), "tables", "of that, tables (16,384 ranks)", "--", color="#b5651d")
     run = [r for r in found["run"] if r["optimizer"] == "adam"]
-    axis.plot(
-        [r["parameters"] for r in run],
-        [r["state_bytes"] / 1e9 for r in run],
-        "kx",
-        markersize=7,
-        label="run here, 2 to 16,384 ranks",
-    )
+    line(run, "state_bytes", "run here, 2 to 16,384 ranks", "kx", markersize=7)
     axis.axhline(GPU_MEMORY, color="#b03a2e", linewidth=1)
     axis.text(1.5e8, GPU_MEMORY * 1.25, "memory of one H200", color="#b03a2e", fontsize=8.5)
     axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel="GB", ylim=(4e-4, 2e4))

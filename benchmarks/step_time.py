@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .optimizers import AGAINST_ADAMW, FUSED, ONEBIT, against_adamw, makers, note_deepspeed, of_shapes
 from .registry import Record, Report, case
-from .timing import Call, one_thread
+from .timing import one_thread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,7 +100,7 @@ def step_time(report: Report) -> None:
             params = of_shapes([(max(1, numel // TENSORS),)] * TENSORS, report.device)
             base: list[float] = []
 
-            def add(row: Record, call: Call, numel: int = numel, base: list[float] = base) -> None:
+            def add(row: Record, numel: int = numel, base: list[float] = base) -> None:
                 table.add(parameters=numel, **row)
                 base += [row["adamw_ms"]] if "adamw_ms" in row else []
 

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 import triton
 
-from .pages import TABLES, write_tables
+from .pages import RESULTS, TABLES, keep, markdown, read, write_tables
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
-RESULTS = Path(__file__).with_name("results")
 RECORD = RESULTS / "tritons.json"
 EVERY, OTHERS = "sm_90", ("sm_75", "sm_80", "sm_100", "gfx942")
 PAGE = TABLES / "tritons.md"
@@ -89,26 +88,24 @@ def executed() -> list[dict[str, str]]:
 
 def on_gpus() -> dict[tuple[str, str], str]:
     """Returns the GPUs on which each torch and Triton ran, by the records of ``make gpu-speed``."""
-    found = [each["about"] for path in RESULTS.glob("*/speed.json") for each in json.loads(path.read_text())]
+    found = [each["about"] for path in RESULTS.glob("*/speed.json") for each in read(path)]
     return {(each["torch"].partition("+")[0], each["triton"]): each["device"] for each in found}
 
 
 def table(record: Mapping[str, Any]) -> str:
     """Returns the record as Markdown."""
-    lines = ["| Python | torch | Triton | target | launch keys compiled |", "|---|---|---|---|--:|"]
+    rows = [["Python", "torch", "Triton", "target", "launch keys compiled"]]
     for row in record["rows"]:
         counted = f"{row['compiled']:,} of {row['keys']:,}"
-        lines.append(f"| {record['python']} | {record['torch']} | {row['triton']} | {row['target']} | {counted} |")
-    lines += ["", "| torch | Triton | executed in Triton's interpreter by | run on a GPU |", "|---|---|---|---|"]
-    gpus = on_gpus()
+        rows.append([record["python"], record["torch"], row["triton"], row["target"], counted])
+    gpus, ran = on_gpus(), [["torch", "Triton", "executed in Triton's interpreter by", "run on a GPU"]]
     for each in executed():
-        gpu = gpus.get((each["torch"], each["triton"]), "never")
-        lines.append(f"| {each['torch']} | {each['triton']} | `{each['by']}` | {gpu} |")
-    return "\n".join(lines) + "\n"
+        pair = each["torch"], each["triton"]
+        ran.append([*pair, f"`{each['by']}`", gpus.get(pair, "never")])
+    return f"{markdown(rows, range(4))}\n{markdown(ran, range(4))}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tritons", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--keys", type=Path, default=BUILD / "launch_keys.json", help="where to record launch keys")
     parser.add_argument("--again", action="store_true", help="compile keys that are recorded there already")
@@ -125,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += [compiled(path, version, folder, "--once-per-kernel", "--target", target) for target in OTHERS]
     if given.update:
         record = {"python": platform.python_version(), "torch": torch.__version__.partition("+")[0], "rows": rows}
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        keep(record, RECORD)
         write_tables(PAGE, table(record))
     for row in rows:
         print("{compiled} of {keys} keys compiled for {target} with {triton}, {seconds} s".format(**row))

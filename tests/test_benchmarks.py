@@ -85,9 +85,9 @@ def test_a_case_that_fails_says_so_and_keeps_what_it_measured(tmp_path, monkeypa
         report.table("half of it", {"n": ">4"}).add(n=1)
         raise OSError("on purpose")
 
-    monkeypatch.setitem(CASES, "wire", Case("wire", "both", breaks))
-    assert main([*TINY, "wire", "kernels", "--out", str(tmp_path)]) == 1
-    record = json.loads((tmp_path / "wire.json").read_text())
+    monkeypatch.setitem(CASES, "step-time", Case("step-time", "both", breaks))
+    assert main([*TINY, "step-time", "kernels", "--out", str(tmp_path)]) == 1
+    record = json.loads((tmp_path / "step-time.json").read_text())
     assert (record["complete"], record["tables"][0]["rows"]) == (False, [{"n": 1}])
     assert "FAILED: OSError" in record["notes"][0]
     assert "on purpose" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import predictions as model
-from benchmarks import predictions_page as page
+from benchmarks import predictions as page
 from benchmarks.chips import CHIPS, H100, MI300X, Variant, chain_of, chip_of
 from benchmarks.gpu import report
 from benchmarks.gpu.runner import Job, Stage

@@ -22,7 +22,6 @@ from benchmarks import (
     page,
     planner,
     predictions,
-    predictions_page,
     scale,
     tritons,
 )
@@ -53,7 +52,7 @@ def of_marsit() -> str:
 
 def of_predictions() -> str:
     record, measured = (json.loads(file.read_text()) for file in (predictions.RECORD, predictions.MEASURED))
-    return predictions_page.tables(record, measured)
+    return predictions.tables(record, measured)
 
 
 WRITTEN: dict[str, Callable[[], str]] = {

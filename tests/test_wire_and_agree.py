@@ -16,7 +16,6 @@ from ranks import run_ranks, simulate
 from step_formulas import checksum_of
 
 from benchmarks.shapes import MODELS, sizes
-from benchmarks.wire import NUMERICS, wire_bytes
 from fusedonebit import triton_kernels
 from fusedonebit.comm import (
     CompressedAllReduce,
@@ -75,7 +74,8 @@ def test_a_ternary_message_has_two_planes_at_documented_offsets():
 def test_block_scales_cost_3_percent_and_ternary_twice_the_bytes(world_size):
     counts = sizes(MODELS["BERT-Large"]())
     layout = FlatLayout(counts, world_size, choose_block_size(counts, world_size))
-    one, *others = (wire_bytes(layout, scope, ternary) for scope, ternary in NUMERICS.values())
+    kinds = (("global", False), ("layer", False), ("block", False), ("block", True))
+    one, *others = (Messages.size(layout.scale_slots(scope)[1], layout, ternary) for scope, ternary in kinds)
     layer, block, ternary = (other / one for other in others)
     print(f"BERT-Large, W={world_size}, of global scales: layer {layer:.4f}, block {block:.4f}, ternary {ternary:.4f}")
     assert layer <= block <= 1.03

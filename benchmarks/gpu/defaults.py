@@ -146,14 +146,6 @@ def defaults(size: str, report: Report) -> None:
             torch.cuda.empty_cache()
 
 
-def _register(size: str) -> None:
-    def run(report: Report) -> None:
-        defaults(size, report)
-
-    run.__doc__ = f"Every optimizer's defaults at {size} parameters, renewals included, W = 8, against fused AdamW."
-    case(f"defaults-{size}", "cuda")(run)
-
-
 def warm(usual: Usual, report: Report) -> None:
     """Take its steps until the variance has been renewed, so that its kernels are in Triton's cache."""
     params = of_shapes(shapes_of(SMALLEST, report), report.device, usual.dtype)
@@ -163,15 +155,9 @@ def warm(usual: Usual, report: Report) -> None:
     report.note(f"{usual.name}: {optimizer.stats()['step']} steps that compile")
 
 
-def _register_warm(i: int, usual: Usual) -> None:
-    def run(report: Report) -> None:
-        warm(usual, report)
-
-    run.__doc__ = f"Compiles the kernels of {usual.name}, with its defaults."
-    case(f"warm-defaults-{i}", "cuda")(run)
-
-
 for _size in (SMALLEST, "340M"):
-    _register(_size)
+    _about = f"Every optimizer's defaults at {_size} parameters, renewals included, W = 8, against fused AdamW."
+    case(f"defaults-{_size}", "cuda", about=_about)(partial(defaults, _size))
 for _i, _usual in enumerate(USUAL):
-    _register_warm(_i, _usual)
+    _about = f"Compiles the kernels of {_usual.name}, with its defaults."
+    case(f"warm-defaults-{_i}", "cuda", about=_about)(partial(warm, _usual))

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from ..pages import TABLES, write_tables
+from ..pages import RESULTS, TABLES, markdown, read, write_tables
 
-RECORD = Path(__file__).parents[1] / "results" / "h100" / "speed.json"
+RECORD = RESULTS / "h100" / "speed.json"
 PAGE = TABLES / "h100.md"
 KERNELS_OF = ("OneBitAdam, W=8, bf16 variance", "OneBitLamb, W=8")
 LEAST = 10.0
 """Microseconds: kernels that take less are left out."""
-
-
-def _lines(columns: Sequence[str], rows: Iterator[Sequence[Any]]) -> list[str]:
-    told = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
-    return [f"| {' | '.join(columns)} |", "|---|" + "--:|" * (len(columns) - 1), *told, ""]
 
 
 def _steps(cases: dict[str, Any]) -> Iterator[Sequence[Any]]:
@@ -53,23 +46,17 @@ def _alone(cases: dict[str, Any]) -> Iterator[Sequence[Any]]:
 
 def tables() -> str:
     """Returns them as Markdown."""
-    cases = {case["case"]: case for case in json.loads(RECORD.read_text())}
+    cases = {case["case"]: case for case in read(RECORD)}
     about = cases["steps-340M"]["about"]
     (copy,) = cases["machine"]["tables"][0]["rows"]
     versions = f"driver {about['driver']}, torch {about['torch']}, Triton {about['triton']}, {about['date']}"
-    return "\n".join(
-        [
-            f"{about['device']}, {versions}; a device copy reads and writes {copy['GB/s']:,.0f} GB/s.",
-            "",
-            *_lines(("parameters", "optimizer", "way", "ms", "AdamW's ms", "x AdamW", "host ms"), _steps(cases)),
-            *_lines(
-                ("340M, by default, W = 8", "parameters", "ms", "AdamW's ms", "x AdamW", "B/param", "of a copy"),
-                _defaults(cases),
-            ),
-            *_lines(("340M, in", "kernel", "us", "B/param", "GB/s", "of a copy"), _kernels(cases)),
-            *_lines(("340M", "alone", "ms", "x AdamW(fused)", "state B", "moved B"), _alone(cases)),
-        ]
-    )
+    steps = ("parameters", "optimizer", "way", "ms", "AdamW's ms", "x AdamW", "host ms")
+    defaults = ("340M, by default, W = 8", "parameters", "ms", "AdamW's ms", "x AdamW", "B/param", "of a copy")
+    kernels = ("340M, in", "kernel", "us", "B/param", "GB/s", "of a copy")
+    alone = ("340M", "alone", "ms", "x AdamW(fused)", "state B", "moved B")
+    made = {steps: _steps, defaults: _defaults, kernels: _kernels, alone: _alone}
+    told = f"{about['device']}, {versions}; a device copy reads and writes {copy['GB/s']:,.0f} GB/s.\n"
+    return "\n".join([told, *(markdown([head, *rows(cases)]) for head, rows in made.items())])
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from .. import pages
 from ..chips import chip_of
 from .runner import Job, Stage
-from .written import replace_text
 
-PREDICTIONS = Path(__file__).parents[1] / "results" / "predictions.json"
+PREDICTIONS = pages.RESULTS / "predictions.json"
 
 KEPT = 200_000
 """Bytes of each job's output, its end, that go into the log."""
@@ -68,7 +68,7 @@ def write(stages: Sequence[Stage], out: Path, logs: Path, about: dict[str, Any])
 
 def _replace(path: Path, text: Callable[[], str]) -> bool:
     try:
-        replace_text(path, text())
+        pages.replace_text(path, text())
     except Exception:  # the other files, and the run, go on
         traceback.print_exc()
         return False
@@ -181,7 +181,7 @@ def _predicted(jobs: Sequence[Job]) -> Iterator[tuple[str, float, float]]:
     chip = chip_of(str(_facts(jobs).get("device")))
     if chip is None or not PREDICTIONS.is_file():
         return
-    rows = json.loads(PREDICTIONS.read_text())["steps"]
+    rows = pages.read(PREDICTIONS)["steps"]
     said = {(f"steps-{row['size']}", row["step"]): row["us"] for row in rows if row["chip"] == chip.name}
     for job in jobs:
         for row in (row for table in _tables(job) for row in _rows(table) if row.get("way") == "captured"):
@@ -217,8 +217,7 @@ def _measured(job: Job) -> list[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    lines = [f"| {' | '.join(columns)} |", "|---|" + "--:|" * (len(columns) - 1)]
-    return [*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows), ""]
+    return [*pages.markdown([columns, *(list(map(_cell, row)) for row in rows)]).splitlines(), ""]
 
 
 def _cell(value: Any) -> str:

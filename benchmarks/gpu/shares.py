@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .written import replace_json
+from ..pages import keep
 
 LARGE = 50_000
 """Elements of a parameter of a test, from which on it comes later."""
@@ -90,7 +90,7 @@ class _Record:
 
     def _write(self, complete: bool = False, at_once: bool = True) -> None:
         if at_once or time.monotonic() - self._written > EVERY:
-            replace_json(self._path, {"complete": complete, "tests": self._tests})
+            keep({"complete": complete, "tests": self._tests}, self._path)
             self._written = time.monotonic()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

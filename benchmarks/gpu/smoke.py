@@ -70,7 +70,6 @@ class Alike(Loopback):
     """Ranks that all send what this one does, each server what is of its chunk: chunks of squares differ in length."""
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """See ``Transport``."""
         super().all_to_all(received, sent[:1].expand_as(sent))
 
 
@@ -208,13 +207,6 @@ def smoke(name: str, report: Report) -> None:
         raise AssertionError(f"{passed.count(False)} of {len(passed)} checks failed")
 
 
-def _register(name: str) -> None:
-    def run(report: Report) -> None:
-        smoke(name, report)
-
-    run.__doc__ = f"A few small steps of {name}: against eager torch on the CPU, without waits, in graphs."
-    case(f"smoke-{name}", "cuda")(run)
-
-
 for _name in OPTIMIZERS:
-    _register(_name)
+    _about = f"A few small steps of {_name}: against eager torch on the CPU, without waits, in graphs."
+    case(f"smoke-{_name}", "cuda", about=_about)(partial(smoke, _name))

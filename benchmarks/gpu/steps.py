@@ -257,16 +257,8 @@ def warm(peer: Peer, report: Report) -> None:
         table.add(way=way, s=time.perf_counter() - began)
 
 
-def _register(name: str, about: str, run: Callable[[Report], None]) -> None:
-    def each(report: Report) -> None:
-        run(report)
-
-    each.__doc__ = about
-    case(name, "cuda")(each)
-
-
 for _name in MODELS:
     _about = f"The whole step at {_name} parameters, eager and in a CUDA graph, W = 8 and 1, against fused AdamW."
-    _register(f"steps-{_name}", _about, partial(steps, _name))
+    case(f"steps-{_name}", "cuda", about=_about)(partial(steps, _name))
 for _i, _peer in enumerate(PEERS):
-    _register(f"warm-{_i}", f"Compiles the kernels of {_peer.name}.", partial(warm, _peer))
+    case(f"warm-{_i}", "cuda", about=f"Compiles the kernels of {_peer.name}.")(partial(warm, _peer))

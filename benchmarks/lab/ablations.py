@@ -41,7 +41,6 @@ class FrozenAverages(Averaged):
         self._moments = moments
 
     def table(self) -> Tensor:
-        """See ``Stage``."""
         steps = self.frame.steps
         if self.freeze_step is None or steps.outcomes.updates < self.freeze_step:
             return super().table()
@@ -68,11 +67,9 @@ class CompressedAverages(FrozenAverages):
         self._reducer = CompressedAllReduce(frame.layout, frame.ranks.transport, device=frame.device)
 
     def held(self) -> list[Tensor]:
-        """See ``Part``."""
         return [*super().held(), *self._reducer.state()]
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """See ``Stage``."""
         self._reducer(grads, abort=abort)
         self.update(self.frame.layout.cut(self._reducer.result()), coef, self._reducer.flags)
         return self._reducer.flags
@@ -91,11 +88,9 @@ class FreezableAdam(Algorithm):
 
     @property
     def stage(self) -> FrozenAverages:
-        """See ``Algorithm``."""
         return self._frozen
 
     def table(self) -> Tensor:
-        """See ``Stage``."""
         return self.stage.table()
 
 
@@ -116,11 +111,9 @@ class FreezableLambUpdate(AveragedLamb):
 
     @property
     def stage(self) -> FrozenAverages:
-        """See ``Algorithm``."""
         return self._frozen
 
     def table(self) -> Tensor:
-        """See ``Stage``."""
         return self.stage.table()
 
 
@@ -157,7 +150,6 @@ class ExactMomentum(Compressed):
     _exact: Tensor | None = None
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        """See ``Stage``."""
         moments, block_tensor = self.moments, self.frame.places.block_tensor
         per, v = coef[block_tensor], moments.exp_avg_sq.view(self.frame.layout.n_blocks, -1)
         denominators = self._denominators(v, per)
@@ -170,7 +162,6 @@ class ExactMomentum(Compressed):
         return super().step(grads, coef, abort)
 
     def update(self, coef: Tensor) -> None:
-        """See ``Compressed``."""
         frame, exact, per, (v, _) = self.frame, self._exact, self._per, self._last
         assert exact is not None
         layout, block_tensor = frame.layout, frame.places.block_tensor
@@ -206,7 +197,6 @@ class ExactTwoStage(TwoStage):
     """The algorithm of that."""
 
     def make_stages(self) -> None:
-        """See ``TwoStage``."""
         self.compression = ExactMomentum(self.frame, self.moments, self.warm_up)
         update = AdamUpdate(self.frame, self.moments)
         self.averaged = Averaged(self.frame, update, beside=self.compression.exchange)

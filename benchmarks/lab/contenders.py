@@ -22,9 +22,7 @@ from fusedonebit import (
     policies,
 )
 from fusedonebit.apps.averaged import AveragedAdamW
-from fusedonebit.apps.train.baseline_reducers import Coding
 from fusedonebit.apps.train.baselines import BaselineAdam
-from fusedonebit.comm import Topology
 from fusedonebit.core.resolved import Options
 from fusedonebit.core.settings import VARIANCE_FLOOR, StateKind
 
@@ -106,7 +104,6 @@ class UntilEvaluated:
     evaluations: tuple[int, ...]
 
     def steps(self, done: policies.Progress) -> int:
-        """See ``policies.SyncPolicy``."""
         now = done.steps + done.skipped
         return min([self.length, *(step - now for step in self.evaluations if step > now)])
 
@@ -123,16 +120,15 @@ def _onebit_lion(params: Params, of: Setting) -> Any:
     return OneBitLion(params, of.lr, weight_decay=of.weight_decay, process_group=of.transport)
 
 
-def _marsit(params: Params, of: Setting, every: int, topology: Topology = "ring", **rounds: Any) -> Any:
-    agreed = Rounds(full_precision_every=every, seed=of.seed, **rounds)
-    options: dict[str, Any] = {"topology": topology, "rounds": agreed, "process_group": of.transport}
-    return MarsitAdam(params, of.lr, BETAS, EPS, of.weight_decay, **options)
+def _marsit(params: Params, of: Setting, every: int) -> Any:
+    rounds = Rounds(full_precision_every=every, seed=of.seed)
+    return MarsitAdam(params, of.lr, BETAS, EPS, of.weight_decay, rounds=rounds, process_group=of.transport)
 
 
-def _baseline(params: Params, of: Setting, aggregation: str, ratio: float = 1.0, coding: Coding = "fixed") -> Any:
-    """Make one of those that Marsit is measured against; steps of signs are ``ratio`` times Adam's."""
-    options: dict[str, Any] = {"aggregation": aggregation, "global_ratio": ratio, "coding": coding, "seed": of.seed}
-    return BaselineAdam(params, of.lr, BETAS, EPS, of.weight_decay, process_group=of.transport, **options)
+def _psgd(params: Params, of: Setting) -> Any:
+    """Make what Marsit is measured against without compression, whose updates ``benchmarks.marsit`` looks at."""
+    options: dict[str, Any] = {"aggregation": "psgd", "seed": of.seed, "process_group": of.transport}
+    return BaselineAdam(params, of.lr, BETAS, EPS, of.weight_decay, **options)
 
 
 PAPER = Numerics(precondition=False, variance_floor=0.0, scale_scope="global", scale_norm="l2")
@@ -191,20 +187,7 @@ CONTENDERS: dict[str, Contender] = {
     "naive-onebit-adam": Contender(partial(_adam, kind=NaiveOneBitAdam), parent="adamw"),
     "adam-frozen-no-floor": of_adam(partial(_adam, frozen=True, floor=0.0)),
     "zero-one-adam-16": of_adam(partial(_zero_one_adam, most=16), local=True),
-    "marsit": apart(partial(_marsit, every=0)),
-    "marsit-50": apart(partial(_marsit, every=50)),
-    "marsit-200": apart(partial(_marsit, every=200)),
-    "marsit-torus": apart(partial(_marsit, every=0, topology="torus")),
-    "marsit-owner": apart(partial(_marsit, every=0, topology="owner")),
-    "marsit-unlimited": apart(partial(_marsit, every=0, compensation_limit=None)),
-    "psgd": apart(partial(_baseline, aggregation="psgd")),
-    "signsgd": apart(partial(_baseline, aggregation="signsgd")),
-    "ef-signsgd": apart(partial(_baseline, aggregation="ef-signsgd")),
-    "ssdm": apart(partial(_baseline, aggregation="ssdm", ratio=10.0)),
-    "cascading": apart(partial(_baseline, aggregation="cascading")),
-    "signsgd-elias": apart(partial(_baseline, aggregation="signsgd", coding="elias")),
-    "ef-signsgd-elias": apart(partial(_baseline, aggregation="ef-signsgd", coding="elias")),
-    "ssdm-elias": apart(partial(_baseline, aggregation="ssdm", ratio=10.0, coding="elias")),
+    "psgd": apart(_psgd),
     **RIVALS,
 }
 """By name; the headline's come first. A plain "onebit-..." has our defaults."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -114,18 +113,8 @@ def _check(key: Key, record: Record) -> None:
 
 def _cut_torn_line(file: BinaryIO) -> None:
     """Cut off what follows the last whole line."""
-    size = file.seek(0, os.SEEK_END)
-    kept = size
-    while kept:
-        begin = max(0, kept - 4096)
-        file.seek(begin)
-        found = file.read(kept - begin).rfind(b"\n")
-        if found >= 0:
-            kept = begin + found + 1
-            break
-        kept = begin
-    if kept < size:
-        file.truncate(kept)
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def start(task: str, optimizer: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 
 from .contenders import CONTENDERS
 from .records import Record, Records
@@ -118,12 +119,8 @@ def difference(records: Records, view: View, task: str, optimizer: str) -> Diffe
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    if not values:
-        return math.nan, math.nan
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return mean, math.nan
-    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return fmean(values) if values else math.nan, error
 
 
 def sent(records: Records, view: View, optimizer: str) -> float | None:
@@ -212,9 +209,3 @@ def views(records: Records) -> list[View]:
         )
 
     return list(filter(says_more, every))
-
-
-def markdown(table: Rows) -> str:
-    """Return a table for a page."""
-    head, *body = (f"| {' | '.join(row)} |" for row in table)
-    return "\n".join([head, "|---|" + "--:|" * (len(table[0]) - 1), *body]) + "\n"

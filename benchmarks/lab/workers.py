@@ -51,7 +51,6 @@ class AlikeTransport(CountingTransport):
             received.copy_(sent.expand_as(received))
 
     def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        """See ``Transport``."""
         self.traffic.add(sent.nbytes)
         received.copy_(sent)
         return Waiting()
@@ -66,7 +65,6 @@ class WorkerAllReduce(CompressedAllReduce):
     gradients: Sequence[Tensor] = ()
 
     def compress(self, tensors: Sequence[Tensor], *how: Any, **more: Any) -> None:
-        """See ``CompressedAllReduce``."""
         given = self.gradients if any(tensor.numel() for tensor in tensors) else tensors
         super().compress(given, *how, **more)
 
@@ -107,7 +105,6 @@ class BatchedAllReduce(WorkerAllReduce):
                 rank.worker.exponents.copy_(self.worker.exponents)
 
     def write(self, compress: Compress, context: StepContext) -> None:
-        """See ``FeedbackReducer``."""
         for rank in self.ranks:
             context_here = context if rank is self else context._replace(renewal=None)  # coefficients are all ranks'
             CompressedAllReduce.write(rank, compress, context_here)
@@ -117,39 +114,32 @@ class BatchedAllReduce(WorkerAllReduce):
         self.transport.traffic.add((self.layout.world_size - 1) * self.to_servers.buffer[0].nbytes)
 
     def serve(self, context: StepContext) -> None:
-        """See ``FeedbackReducer``."""
         sent = torch.stack([rank.to_servers.buffer for rank in self.ranks])
         for number, rank in enumerate(self.ranks):
             self.gathered.buffer.copy_(sent[:, number])
             CompressedAllReduce.serve(rank, context)
 
     def gather(self) -> None:
-        """See ``FeedbackReducer``."""
         self.gathered.buffer.copy_(torch.cat([rank.served.buffer for rank in self.ranks]))
         self.transport.traffic.add((self.layout.world_size - 1) * self.served.buffer.nbytes)
 
     def receive(self, context: StepContext) -> None:
-        """See ``FeedbackReducer``."""
         for rank in self.ranks:
             CompressedAllReduce.receive(rank, context)
 
     def set_norm(self, name: str) -> None:
-        """See ``FeedbackReducer``."""
         for rank in self.ranks:
             CompressedAllReduce.set_norm(rank, name)
 
     def keep_back(self, tensors: Tensor) -> None:
-        """See ``CompressedAllReduce``."""
         for rank in self.ranks:
             CompressedAllReduce.keep_back(rank, tensors)
 
     def follow(self, squares: Tensor) -> None:
-        """See ``FeedbackReducer``."""
         for rank in self.ranks:
             CompressedAllReduce.follow(rank, squares)
 
     def share_part(self) -> None:
-        """See ``OnePart``."""
         all_of_them = [rank.squares for rank in self.ranks if rank.squares is not None]
         sent = torch.stack([squares.sent.buffer for squares in all_of_them])
         for number, squares in enumerate(all_of_them):
@@ -161,25 +151,21 @@ class BatchedAllReduce(WorkerAllReduce):
         self.transport.traffic.add((self.layout.world_size - 1) * (sent[0, 0].nbytes + served[0].nbytes))
 
     def renew_part(self, unit: Unit, v: Divisor, writes: bool = True) -> None:
-        """See ``OnePart``."""
         scale = self.scale.clone()  # of the result, which all have
         for rank in reversed(self.ranks):
             self.scale.copy_(scale)
             CompressedAllReduce.renew_part(rank, unit, v, writes and rank is self)
 
     def refuse(self, flags: Tensor) -> None:
-        """See ``Reducer``."""
         for rank in self.ranks:
             CompressedAllReduce.refuse(rank, flags)
 
     def set_live(self, live: LiveTable) -> None:
-        """See ``FeedbackReducer``."""
         super().set_live(live)
         for rank in self.ranks[1:]:
             rank.set_live(live)
 
     def take_residuals(self, out: Tensor) -> None:
-        """See ``FeedbackReducer``."""
         chunk, total = self.layout.chunk_numel, torch.zeros_like(out)
         for number, rank in enumerate(self.ranks):
             rank.settle()
@@ -213,7 +199,6 @@ class BatchedRounds(BitRounds):
         return self.exchange.reducer.ranks
 
     def add(self, grads: Sequence[Tensor], coef: Tensor, hold: Tensor | None, moves: bool, last: bool) -> None:
-        """See ``BitRounds``."""
         moments = self.moments
         mine = self.frame.parameters.dense, moments.exp_avg, moments.exp_avg_sq
         if self.round.local == 0 and not self.owns:  # all have the same when a round begins
@@ -238,7 +223,6 @@ class BatchedOwnRounds(BatchedRounds, OwnRounds):
     """The same where each worker has a variance of its own."""
 
     def follow(self, grads: Sequence[Tensor], factor: Tensor | None) -> None:
-        """See ``OwnRounds``."""
         variances = [self.moments.exp_avg_sq, *(exp_avg_sq for *_, exp_avg_sq in self.others)]
         told = torch.zeros(())
         for rank, exp_avg_sq in zip(self.ranks, variances, strict=True):
@@ -253,7 +237,6 @@ class BatchedLocalAdam(LocalAdam):
     rounds: BatchedRounds
 
     def make_rounds(self, of_rounds: dict[str, Any]) -> BatchedRounds:
-        """See ``LocalAdam``."""
         return BatchedSharedRounds(**of_rounds) if self.own is None else BatchedOwnRounds(self.own, **of_rounds)
 
     def after_step(self) -> None:

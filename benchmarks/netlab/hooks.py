@@ -117,11 +117,9 @@ class PowerSGD(Hook):
     # One bucket: several fail over gloo with messages of unequal length, which its threads seem to start in any order.
     buckets = {"bucket_cap_mb": 1000}  # noqa: RUF012
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = POWER_SGD_RANK) -> None:
         super().__init__()
-        self.state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=POWER_SGD_START
-        )
+        self.state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=POWER_SGD_START)
 
     def call(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         return powerSGD_hook.powerSGD_hook(state, bucket)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam
-from fusedonebit.comm import Transport, make_transport
+from fusedonebit.comm import Traffic, Transport, make_transport
+from fusedonebit.comm.transport import Pending
 
-from ..timed import Timed
 from .hooks import Bfloat16, Hook, Int8, PowerSGD
 from .split import WARM_UP, Turn
 from .task import BETAS, LR, WEIGHT_DECAY
@@ -22,6 +22,57 @@ from .task import BETAS, LR, WEIGHT_DECAY
 CPU = torch.device("cpu")
 FAR = 10**6
 """Updates that no timing reaches."""
+
+
+class Timed:
+    """Another transport, and from when until when this rank was in its calls.
+
+    Args:
+        transport: What the messages go by.
+
+    Attributes:
+        spans: Of each call, and of each wait for an exchange, ``time.perf_counter`` at its begin and end.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.spans: list[tuple[float, float]] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        """The other transport's."""
+        return self._transport.traffic
+
+    @property
+    def seconds(self) -> float:
+        """In all spans."""
+        return sum(end - begin for begin, end in self.spans)
+
+    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = call(*arguments)
+        self.spans.append((began, time.perf_counter()))
+        return result
+
+    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
+        return _TimedPending(self, self._call(self._transport.exchange, received, source, sent, destination))
+
+
+def _timed(name: str) -> Callable[..., None]:
+    return lambda self, *tensors: self._call(getattr(self._transport, name), *tensors)
+
+
+for _name in ("all_to_all", "all_gather", "all_reduce", "reduce_scatter", "broadcast"):
+    setattr(Timed, _name, _timed(_name))
+
+
+class _TimedPending:
+    def __init__(self, transport: Timed, pending: Pending) -> None:
+        self._transport, self._pending = transport, pending
+
+    def wait(self) -> None:
+        self._transport._call(self._pending.wait)
 
 
 class Replica:
@@ -32,14 +83,13 @@ class Replica:
         settles: Steps before the first that is timed.
     """
 
-    overlaps: ClassVar[bool] = False
-    settles: ClassVar[int] = WARM_UP
+    overlaps = False
+    settles = WARM_UP
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.compressed: list[tuple[float, float]] = []
 
-    def turn(self, batch: Tensor) -> Turn:
+    def turn(self, batch: Any) -> Turn:
         """Takes a step, which all ranks begin together."""
         self.start()
         dist.barrier()
@@ -103,86 +153,45 @@ class Parallel(Replica):
 
 
 class OneBit(Replica):
-    """One of this project's optimizers on a bare model."""
+    """One of this project's optimizers on a bare model.
 
-    def __init__(self, model: nn.Module, make: Callable[..., Any], transport: Transport | None = None) -> None:
+    Args:
+        model: What it trains.
+        make: Makes it.
+        before: Is called with it before each step.
+        overlap: Whether with ``Wire(overlap=True)``, whose thread needs the process group itself: nobody times its
+            calls.
+        settles: Steps before the first that is timed.
+        transport: The default group's, if none is given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[..., Any],
+        before: Callable[[Any], None] = lambda optimizer: None,
+        overlap: bool = False,
+        settles: int = WARM_UP,
+        transport: Transport | None = None,
+    ) -> None:
         super().__init__(model)
-        self.transport = Timed(transport or make_transport(None, CPU))
-        self.optimizer = make(model.parameters(), process_group=self.transport)
+        self.before, self.overlaps, self.settles = before, overlap, settles
+        self.calls: list[tuple[float, float]] = []
+        how: dict[str, Any] = {"wire": Wire(overlap=True)}
+        if not overlap:
+            timed = Timed(transport or make_transport(None, CPU))
+            self.calls, how = timed.spans, {"process_group": timed}
+        self.optimizer = make(model.parameters(), **how)
 
     def start(self) -> None:
-        self.transport.spans.clear()
+        self.calls.clear()
+        self.before(self.optimizer)
 
     def spans(self) -> list[tuple[float, float]]:
-        return list(self.transport.spans)
+        return list(self.calls)
 
     def sent(self) -> int:
         return self.optimizer.stats()["bytes_step"]
-
-
-class Overlapped(Replica):
-    """The same with ``Wire(overlap=True)``, whose thread needs the process group itself: nobody times its calls."""
-
-    overlaps = True
-
-    def __init__(self, model: nn.Module, make: Callable[..., Any]) -> None:
-        super().__init__(model)
-        self.optimizer = make(model.parameters(), wire=Wire(overlap=True))
-
-    def sent(self) -> int:
-        return self.optimizer.stats()["bytes_step"]
-
-
-class Between(OneBit):
-    """Steps of the compression stage between two renewals of the variance."""
-
-    def start(self) -> None:
-        super().start()
-        between_renewals(self.optimizer)
-
-
-class BetweenOverlapped(Overlapped):
-    """The same, overlapped."""
-
-    def start(self) -> None:
-        between_renewals(self.optimizer)
-
-
-class Renewing(OneBit):
-    """Steps each of which renews the variance, and shares squares for the next renewal."""
-
-    def start(self) -> None:
-        super().start()
-        self.optimizer.algorithm.compression.variance.age = 0
-
-
-class RenewingOverlapped(Overlapped):
-    """The same, overlapped."""
-
-    def start(self) -> None:
-        self.optimizer.algorithm.compression.variance.age = 0
-
-
-class Silent(OneBit):
-    """Steps of 0/1 Adam in which workers tell each other nothing of their gradients' level: three of four."""
-
-    tells: ClassVar[bool] = False
-
-    def __init__(self, model: nn.Module, make: Callable[..., Any]) -> None:
-        super().__init__(model, make)
-        self.optimizer.algorithm.own.tells = lambda done, steps: self.tells
-
-
-class Telling(Silent):
-    """Steps in which they do."""
-
-    tells = True
-
-
-class Warming(OneBit):
-    """Steps of a warm-up that does not end."""
-
-    settles = 1
 
 
 def between_renewals(optimizer: Any) -> None:
@@ -190,41 +199,33 @@ def between_renewals(optimizer: Any) -> None:
     optimizer.algorithm.compression.variance.age, optimizer.algorithm.compression.variance.since = FAR, 0
 
 
-def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, LR, BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+def renewing(optimizer: Any) -> None:
+    """Make the next step one that renews the variance, and shares squares for the next renewal."""
+    optimizer.algorithm.compression.variance.age = 0
 
 
+def telling(optimizer: Any, tells: bool = True) -> None:
+    """Let 0/1 Adam's workers tell each other of their gradients' level in each step or in none, not in one of four."""
+    optimizer.algorithm.own.tells = lambda done, steps: tells
+
+
+OPTIONS: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+adamw = partial(torch.optim.AdamW, **OPTIONS, fused=True)
 # A warm-up of one step is for timing: what the guard thinks of it is not what is measured.
-UNGUARDED = Faults(guard="off")
+AT_ONCE: dict[str, Any] = {"warmup": 1, "faults": Faults(guard="off")}
+# Only the rounds of one bit: the planner, too, is asked for those.
+ROUNDS = Rounds(full_precision_every=0, global_ratio=1.0)
+onebit_adam = partial(OneBitAdam, **OPTIONS)
+compressing, onebit_lamb = partial(onebit_adam, **AT_ONCE), partial(OneBitLamb, **OPTIONS, **AT_ONCE)
+zero_one_adam = partial(ZeroOneAdam, **OPTIONS)  # the default: no warm-up, a synchronisation in every step
+marsit_adam = partial(MarsitAdam, **OPTIONS, rounds=ROUNDS)
 
 
-def onebit_adam(params: Iterable[Tensor], **options: Any) -> OneBitAdam:
-    """The default, whose variance lives on."""
-    return OneBitAdam(params, LR, BETAS, weight_decay=WEIGHT_DECAY, **options)
-
-
-def onebit_lamb(params: Iterable[Tensor], **options: Any) -> OneBitLamb:
-    return OneBitLamb(params, LR, BETAS, weight_decay=WEIGHT_DECAY, warmup=1, faults=UNGUARDED, **options)
-
-
-def zero_one_adam(params: Iterable[Tensor], **options: Any) -> ZeroOneAdam:
-    """The default: no warm-up, a synchronisation in every step."""
-    return ZeroOneAdam(params, LR, BETAS, weight_decay=WEIGHT_DECAY, **options)
-
-
-def marsit_adam(params: Iterable[Tensor], topology: str, **options: Any) -> MarsitAdam:
-    # Only the rounds of one bit: the planner, too, is asked for those.
-    rounds = Rounds(full_precision_every=0, global_ratio=1.0)
-    return MarsitAdam(params, LR, BETAS, weight_decay=WEIGHT_DECAY, topology=topology, rounds=rounds, **options)
-
-
-def _over_mpi(model: nn.Module) -> Between:
+def _over_mpi(model: nn.Module) -> OneBit:
     from fusedonebit.comm.mpi import MPITransport
 
-    return Between(model, onebit_lamb, MPITransport())
+    return OneBit(model, onebit_lamb, between_renewals, transport=MPITransport())
 
-
-compressing = partial(onebit_adam, warmup=1, faults=UNGUARDED)
 
 METHODS: dict[str, Callable[[nn.Module], Replica]] = {
     "alone": Alone,
@@ -232,26 +233,29 @@ METHODS: dict[str, Callable[[nn.Module], Replica]] = {
     "bf16": lambda model: Parallel(model, Bfloat16()),
     "int8": lambda model: Parallel(model, Int8()),
     "powersgd": lambda model: Parallel(model, PowerSGD()),
-    "onebit-adam": lambda model: Between(model, compressing),
-    "onebit-adam-overlap": lambda model: BetweenOverlapped(model, compressing),
-    "zero-one-adam": lambda model: Silent(model, zero_one_adam),
-    "onebit-lamb": lambda model: Between(model, onebit_lamb),
-    "marsit-ring": lambda model: OneBit(model, partial(marsit_adam, topology="ring")),
-    "marsit-owner": lambda model: OneBit(model, partial(marsit_adam, topology="owner")),
+    "onebit-adam": partial(OneBit, make=compressing, before=between_renewals),
+    "onebit-adam-overlap": partial(OneBit, make=compressing, before=between_renewals, overlap=True),
+    "zero-one-adam": partial(OneBit, make=zero_one_adam, before=partial(telling, tells=False)),
+    "onebit-lamb": partial(OneBit, make=onebit_lamb, before=between_renewals),
+    "marsit-ring": partial(OneBit, make=partial(marsit_adam, topology="ring")),
+    "marsit-owner": partial(OneBit, make=partial(marsit_adam, topology="owner")),
     "onebit-lamb-mpi": _over_mpi,
-    "warm-up": lambda model: Warming(model, partial(onebit_adam, warmup=FAR)),
-    "renewal": lambda model: Renewing(model, compressing),
-    "renewal-overlap": lambda model: RenewingOverlapped(model, compressing),
-    "telling": lambda model: Telling(model, zero_one_adam),
+    "warm-up": partial(OneBit, make=partial(onebit_adam, warmup=FAR), settles=1),
+    "renewal": partial(OneBit, make=compressing, before=renewing),
+    "renewal-overlap": partial(OneBit, make=compressing, before=renewing, overlap=True),
+    "telling": partial(OneBit, make=zero_one_adam, before=telling),
 }
 """By name; each makes a replica of a model. The last four are stages of whole runs of 1-bit Adam and 0/1 Adam."""
 
+
+def _run_of(model: nn.Module, share: float, steps: int, overlap: bool = False) -> OneBit:
+    return OneBit(model, partial(onebit_adam, warmup=share, total_steps=steps), overlap=overlap)
+
+
 WHOLE: dict[str, Callable[[nn.Module, float, int], Replica]] = {
     "bf16": lambda model, share, steps: Parallel(model, Bfloat16()),
-    "onebit-adam": lambda model, share, steps: OneBit(model, partial(onebit_adam, warmup=share, total_steps=steps)),
-    "onebit-adam-overlap": lambda model, share, steps: Overlapped(
-        model, partial(onebit_adam, warmup=share, total_steps=steps)
-    ),
+    "onebit-adam": _run_of,
+    "onebit-adam-overlap": partial(_run_of, overlap=True),
     "zero-one-adam": lambda model, share, steps: OneBit(model, zero_one_adam),
 }
 """Of whole runs that are timed from their first step to their last: with the warm-up's share and the steps."""

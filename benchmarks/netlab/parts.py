@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ..pages import keep, read
 
 FOLDER = Path(__file__).parents[2] / "runs" / "netlab"
 
@@ -22,7 +23,7 @@ class Parts:
         self._path, self._lock = path, threading.Lock()
         self._known: dict[str, Any] = {}
         if path is not None and path.exists() and not afresh:
-            self._known = json.loads(path.read_text())
+            self._known = read(path)
 
     def get(self, asked: Any, make: Callable[[], Any]) -> Any:
         """Return what is known of what is ``asked``, or make and keep it."""
@@ -39,10 +40,7 @@ class Parts:
         with self._lock:
             self._known[json.dumps(asked)] = found
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                beside = self._path.with_suffix(".new")
-                beside.write_text(json.dumps(self._known, indent=1) + "\n")
-                os.replace(beside, self._path)
+                keep(self._known, self._path)
 
     def forget(self) -> None:
         """Remove the file: its results are in a record."""

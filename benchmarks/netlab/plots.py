@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from fusedonebit.apps.pictures import PARTS, clear, lighter, method_colour, plt, save
 
 from . import goals, model, whole
-from .labels import mbit, rate
+from .tables import mbit, rate
 
 SHORT = {
     "adamw": "AdamW, fp32",

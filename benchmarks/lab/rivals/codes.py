@@ -38,14 +38,12 @@ class IntegerCode:
         self.largest = 2 ** (bits - 1) - 1
 
     def encode(self, values: Tensor) -> Tensor:
-        """See ``Code``."""
         scales = (self.blocks.reduce(values.abs(), "amax") / self.largest).float()
         divisor = self.blocks.spread(torch.where(scales > 0, scales, 1.0).to(values.dtype))
         integers = (values / divisor).round().clamp(-self.largest, self.largest) + self.largest
         return self.blocks.message(pack(integers.to(torch.uint8), self.bits), scales)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """See ``Code``."""
         packed, scales = self.blocks.parts(message, dtype)
         return (unpack(packed, self.bits, self.blocks.chunk) - self.largest) * scales
 
@@ -62,11 +60,9 @@ class SignCode:
         self.sizes = blocks.reduce(torch.ones(blocks.workers, blocks.chunk), "sum").clamp(min=1)
 
     def encode(self, values: Tensor) -> Tensor:
-        """See ``Code``."""
         return self.blocks.message(pack(values >= 0, 1), self.blocks.reduce(values.abs(), "sum") / self.sizes)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        """See ``Code``."""
         packed, scales = self.blocks.parts(message, dtype)
         return scales * (2 * unpack(packed, 1, self.blocks.chunk) - 1)
 

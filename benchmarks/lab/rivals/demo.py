@@ -69,8 +69,6 @@ class DeMo(Rival):
     """Move by signs of the mean of the components that workers send.
 
     Args:
-        params: See ``Rival``.
-        of: See ``Rival``.
         k: Components of a tile that travel, of any size; all where it has fewer.
     """
 
@@ -88,7 +86,6 @@ class DeMo(Rival):
         self.cuts = Cut(self.tiles)
 
     def move(self, gradients: Tensor) -> None:
-        """See ``Rival``."""
         self.x.mul_(1 - self.lr * self.weight_decay)
         self.delta.mul_(DECAY).add_(gradients, alpha=self.lr)
         apart = zip(self.tiles, self.cuts.apart(self.delta), strict=True)

@@ -25,8 +25,6 @@ class DiLoCo(RoundRival):
     """Average what workers have come in H steps, and move by Nesterov's momentum of it.
 
     Args:
-        params: See ``Rival``.
-        of: See ``Rival``.
         length: H.
         outer: Learning rate and momentum of the outer optimizer.
         bits: None: differences travel in float32, as in the paper. Else in integers, with errors kept on both sides.
@@ -43,7 +41,6 @@ class DiLoCo(RoundRival):
             self.coded = CodedAllReduce(self.wires, IntegerCode(bits, self.blocks_of(BLOCK)), self.anchor)
 
     def meet(self, deltas: Tensor) -> None:
-        """See ``RoundRival``."""
         delta = self.coded(deltas) if self.coded else self.wires.all_reduce(deltas) / self.workers
         lr, momentum = self.outer
         self.momentum.mul_(momentum).add_(delta)  # OuterOpt, as torch.optim.SGD(nesterov=True)

@@ -25,7 +25,6 @@ class ErrorFeedbackSGDM(Rival):
         self.last_lr = 0.0
 
     def move(self, gradients: Tensor) -> None:
-        """See ``Rival``."""
         ratio, self.last_lr = self.last_lr / self.lr, self.lr
         self.momentum.mul_(MOMENTUM).add_(gradients)  # m = mu m + g
         # What is compressed is p = mu m + g + eta_(t-1) / eta_t e, Nesterov's direction and an error, on both sides.

@@ -114,7 +114,6 @@ class AveragingRival(Rival):
         self.adam = Adam(self.x)
 
     def move(self, gradients: Tensor) -> None:
-        """See ``Rival``."""
         self.adam.step(self.x, self.mean(gradients), self.lr, self.weight_decay)
 
     def mean(self, gradients: Tensor) -> Tensor:
@@ -128,10 +127,7 @@ class RoundRival(Rival):
     Where a run is evaluated or ends within a round, nothing happens here: the lab looks at the mean of the workers.
 
     Args:
-        params: See ``Rival``.
-        of: See ``Rival``.
         length: H, steps of a round.
-        options: See ``Rival``.
     """
 
     def __init__(self, params: Params, of: Setting, length: int, **options: Any) -> None:
@@ -141,7 +137,6 @@ class RoundRival(Rival):
         self.adam, self.length = Adam(self.x), length
 
     def move(self, gradients: Tensor) -> None:
-        """See ``Rival``."""
         self.adam.step(self.x, gradients, self.lr, self.weight_decay)
         if self.done % self.length == 0:
             self.meet(self.anchor - self.x)

@@ -21,8 +21,6 @@ class DistributedLion(Rival):
     place. So does a tie of votes that travels back in one bit. A mean is one of W + 1 values.
 
     Args:
-        params: See ``Rival``.
-        of: See ``Rival``.
         aggregation: "mavo", a majority vote, sign(sum), which is 0 where votes tie and so takes two bits. "mavo-1": one
             that takes the one bit that the paper counts. "avg": the mean.
     """
@@ -34,7 +32,6 @@ class DistributedLion(Rival):
         self.chunk = -(-self.x.numel() // self.workers)
 
     def move(self, gradients: Tensor) -> None:
-        """See ``Rival``."""
         beta1, beta2 = BETAS
         update = self.momentum.lerp(gradients, 1 - beta1)
         self.momentum.lerp_(gradients, 1 - beta2)

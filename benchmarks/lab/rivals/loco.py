@@ -59,8 +59,6 @@ class LoCo(Rival):
     """AdamW, sharded or not, on gradients that were averaged in four bits.
 
     Args:
-        params: See ``Rival``.
-        of: See ``Rival``.
         down: What servers send back.
     """
 
@@ -72,7 +70,6 @@ class LoCo(Rival):
         self.master, self.adam = self.x.clone(), Adam(self.x)
 
     def move(self, gradients: Tensor) -> None:
-        """See ``Rival``."""
         blocks, dtype = self.blocks, gradients.dtype
         sent = self.up.encode(blocks.cut(gradients))
         # By sender and server: the code goes by servers last.

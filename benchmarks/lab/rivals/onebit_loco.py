@@ -19,8 +19,6 @@ class OneBitLoCo(RoundRival):
     """Average what workers have come in H steps in one bit, and move there.
 
     Args:
-        params: See ``Rival``.
-        of: See ``Rival``.
         length: H.
     """
 
@@ -29,5 +27,4 @@ class OneBitLoCo(RoundRival):
         self.mean_of = CodedAllReduce(self.wires, SignCode(self.blocks_of(BLOCK)), self.anchor)
 
     def meet(self, deltas: Tensor) -> None:
-        """See ``RoundRival``."""
         self.anchor.sub_(self.mean_of(deltas, kept=ERROR_DECAY))

@@ -66,7 +66,6 @@ class PowerSGD(AveragingRival):
             self.alike.append(Alike(torch.stack(matrices), q))
 
     def mean(self, gradients: Tensor) -> Tensor:
-        """See ``AveragingRival``."""
         if self.done <= self.start:
             return self.wires.all_reduce(gradients) / self.workers
         compensated = gradients + self.error

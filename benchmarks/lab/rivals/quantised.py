@@ -24,7 +24,6 @@ class BFloat16(AveragingRival):
     """AdamW on gradients that were averaged in bfloat16."""
 
     def mean(self, gradients: Tensor) -> Tensor:
-        """See ``AveragingRival``."""
         halves = gradients.to(torch.bfloat16).div_(self.workers)
         return self.wires.all_reduce(halves).to(gradients.dtype)
 
@@ -37,5 +36,4 @@ class Quantised(AveragingRival):
         self.mean_of = CodedAllReduce(self.wires, IntegerCode(bits, self.blocks_of(BLOCK)), self.x)
 
     def mean(self, gradients: Tensor) -> Tensor:
-        """See ``AveragingRival``."""
         return self.mean_of(gradients)

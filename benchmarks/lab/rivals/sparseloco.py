@@ -34,8 +34,6 @@ class SparseLoCo(RoundRival):
     """Add up what workers have come, send the largest ``k`` of 4096, keep the rest, move by the mean.
 
     Args:
-        params: See ``Rival``.
-        of: See ``Rival``.
         length: H.
         k: Elements of a full chunk that travel.
     """
@@ -51,7 +49,6 @@ class SparseLoCo(RoundRival):
         self.error = torch.zeros_like(self.x)
 
     def meet(self, deltas: Tensor) -> None:
-        """See ``RoundRival``."""
         self.error.mul_(ERROR_DECAY).add_(deltas)  # e <- beta e + Delta
         apart = zip(self.chunks, self.cuts.apart(self.error), strict=True)
         messages = torch.cat([encode(chunks, values) for chunks, values in apart], -1)

@@ -37,7 +37,6 @@ class Policy:
         return starts, gusts, -torch.log(-torch.log(uniform))
 
     def loss(self, player: int, params: Sequence[Params], batch: tuple[Tensor, ...]) -> Tensor:
-        """See ``Trial``."""
         states, actions, costs = self._episodes(params[0], batch)
         to_come = costs.flip(1).cumsum(1).flip(1) / STEPS
         logits, baseline = self._network(params[0], states)

@@ -38,12 +38,10 @@ class Gan:
         self.images, self.held_out = split(digits()[0])
 
     def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """See ``Trial``."""
         real = self.images[torch.randint(len(self.images), (size,), generator=draw)]
         return real, torch.randn(size, LATENT, generator=draw)
 
     def loss(self, player: int, params: Sequence[Params], batch: tuple[Tensor, ...]) -> Tensor:
-        """See ``Trial``."""
         real, noise = batch
         discriminate, generate = (dict(p) for p in params)
         fake = functional_call(self.models[1], generate, (noise,))
@@ -76,7 +74,6 @@ class Vae(Learner):
         self.held_out = held_out, torch.randn(len(held_out), LATENT, generator=fixed()), held_out
 
     def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """See ``Trial``."""
         images = self.images[torch.randint(len(self.images), (size,), generator=draw)]
         return images, torch.randn(size, LATENT, generator=draw), images
 

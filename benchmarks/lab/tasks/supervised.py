@@ -37,12 +37,10 @@ class Learner:
         self.models, self.objective = [model], objective
 
     def loss(self, player: int, params: Sequence[Params], batch: tuple[Tensor, ...]) -> Tensor:
-        """See ``Trial``."""
         return self.objective(functional_call(self.models[0], dict(params[0]), batch[:-1]), batch[-1])
 
     @torch.no_grad()
     def validate(self, params: Sequence[Params]) -> float:
-        """See ``Trial``."""
         return float(self.loss(0, params, self.held_out))
 
 
@@ -70,7 +68,6 @@ class Supervised(Learner):
         self.held_out = self._noisy(held_inputs[copies], fixed()), held_targets[copies]
 
     def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """See ``Trial``."""
         chosen = torch.randint(len(self.inputs), (size,), generator=draw)
         return self._noisy(self.inputs[chosen], draw), self.targets[chosen]
 

@@ -59,7 +59,6 @@ class Fit(Learner):
         self.held_out = self.batch(fixed(), HELD_OUT, 1.0)
 
     def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """See ``Trial``."""
         x = torch.rand(size, FIT_INPUTS, generator=draw) * 2 - 1
         a, b, c, d = x.unbind(1)
         return x, ((2 * a).sin() * b + (c - d).square() / 2)[:, None]
@@ -74,7 +73,6 @@ class Recommender(Learner):
         self.held_out = self.batch(fixed(), HELD_OUT, 1.0)
 
     def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """See ``Trial``."""
         user, item = (_zipf(len(rows), size, draw) for rows in (self.users, self.items))
         u, i = self.users[user], self.items[item]
         noise = RATING_NOISE * torch.randn(size, generator=draw)
@@ -108,7 +106,6 @@ class Late(Learner):
         self.held_out = images, torch.ones(len(images)), classes
 
     def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """See ``Trial``."""
         images, classes = self.base.batch(draw, size, share)
         return images, torch.full((size,), float(share >= LATE)), classes
 

@@ -55,7 +55,6 @@ class Language(Learner):
         self.held_out = self._examples(corpus.held_out_batch(HELD_OUT, 0, 1), fixed())
 
     def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """See ``Trial``."""
         seed = int(torch.randint(1 << 24, (), generator=draw))
         return self._examples(self.corpus.batch(size, seed, 0, 0), draw)
 

@@ -63,39 +63,39 @@ def ours(make: Callable[..., Rival], run: Run) -> Iterator[Tensor]:
         yield torch.stack(rows).squeeze(0)
 
 
-Transcription = Callable[..., Iterator[Tensor]]
+def _diloco(length: int, outer: tuple[float, float] = (0.7, 0.9), bits: int | None = None) -> tuple[Any, str, dict]:
+    made = partial(DiLoCo, length=length, outer=outer, bits=bits)
+    return made, "diloco", {"length": length, "outer": outer, "bits": bits}
+
+
+def _powersgd(start: int, **how: Any) -> tuple[Any, str, dict]:
+    return partial(PowerSGD, **how), "powersgd", {"rank": how["rank"], "seed": 0, "start": start}
+
+
+def _with(make: Callable[..., Rival], name: str, **how: Any) -> tuple[Any, str, dict]:
+    return partial(make, **how), name, how
+
+
 BOOK: dict[str, tuple[Callable[..., Rival], str, dict[str, Any]]] = {
-    "bf16": (BFloat16, "bf16", {}),
-    "int8": (partial(Quantised, bits=8), "quantised", {"bits": 8}),
-    "int4": (partial(Quantised, bits=4), "quantised", {"bits": 4}),
-    "powersgd-1": (partial(PowerSGD, rank=1), "powersgd", {"rank": 1, "seed": 0, "start": 10}),
-    "powersgd-4": (partial(PowerSGD, rank=4), "powersgd", {"rank": 4, "seed": 0, "start": 10}),
-    "powersgd-4-late": (partial(PowerSGD, rank=4, late=True), "powersgd", {"rank": 4, "seed": 0, "start": 2}),
-    "diloco": (partial(DiLoCo, length=4), "diloco", {"length": 4, "outer": (0.7, 0.9), "bits": None}),
-    "diloco-int8": (partial(DiLoCo, length=3, bits=8), "diloco", {"length": 3, "outer": (0.7, 0.9), "bits": 8}),
-    **{
-        f"diloco-{name}": (
-            partial(DiLoCo, length=4, outer=outer),
-            "diloco",
-            {"length": 4, "outer": outer, "bits": None},
-        )
-        for name, outer in SHORT.items()
-    },
-    "local-adamw": (
-        partial(DiLoCo, length=4, outer=AVERAGE),
-        "diloco",
-        {"length": 4, "outer": (1.0, 0.0), "bits": None},
-    ),
-    "sparseloco": (partial(SparseLoCo, length=3, k=400), "sparseloco", {"length": 3, "k": 400}),
-    "sparseloco-few": (partial(SparseLoCo, length=5, k=20), "sparseloco", {"length": 5, "k": 20}),
+    "bf16": _with(BFloat16, "bf16"),
+    **{f"int{bits}": _with(Quantised, "quantised", bits=bits) for bits in (8, 4)},
+    **{f"powersgd-{rank}": _powersgd(10, rank=rank) for rank in (1, 4)},
+    "powersgd-4-late": _powersgd(2, rank=4, late=True),
+    "diloco": _diloco(4),
+    "diloco-int8": _diloco(3, bits=8),
+    **{f"diloco-{name}": _diloco(4, outer) for name, outer in SHORT.items()},
+    "local-adamw": _diloco(4, AVERAGE),
+    "sparseloco": _with(SparseLoCo, "sparseloco", length=3, k=400),
+    "sparseloco-few": _with(SparseLoCo, "sparseloco", length=5, k=20),
     "loco": (partial(LoCo, down="parameters"), "loco", {"down": "parameters", "reset": 128}),
     "loco-gradients": (partial(LoCo, down="gradients"), "loco", {"down": "gradients", "reset": 128}),
-    "dlion-mavo": (partial(DistributedLion, aggregation="mavo"), "distributed_lion", {"aggregation": "mavo"}),
-    "dlion-mavo-1": (partial(DistributedLion, aggregation="mavo-1"), "distributed_lion", {"aggregation": "mavo-1"}),
-    "dlion-avg": (partial(DistributedLion, aggregation="avg"), "distributed_lion", {"aggregation": "avg"}),
-    "demo": (partial(DeMo, k=100), "demo", {"k": 100}),
-    "demo-few": (partial(DeMo, k=2), "demo", {"k": 2}),
-    "ef-sgdm": (ErrorFeedbackSGDM, "ef_sgdm", {}),
-    "onebit-loco": (partial(OneBitLoCo, length=3), "onebit_loco", {"length": 3}),
+    **{
+        f"dlion-{votes}": _with(DistributedLion, "distributed_lion", aggregation=votes)
+        for votes in ("mavo", "mavo-1", "avg")
+    },
+    "demo": _with(DeMo, "demo", k=100),
+    "demo-few": _with(DeMo, "demo", k=2),
+    "ef-sgdm": _with(ErrorFeedbackSGDM, "ef_sgdm"),
+    "onebit-loco": _with(OneBitLoCo, "onebit_loco", length=3),
 }
 """Ours, and the transcription's name and arguments."""

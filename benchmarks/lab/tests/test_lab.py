@@ -100,10 +100,8 @@ def test_every_optimizer_runs_and_all_start_alike(monkeypatch, name):
     assert record["initial"] == pytest.approx(2.3131, abs=1e-4)
     assert record["defaults"] == lab.fingerprint("mlp", name)
     assert record["sent"] > 0
-    if name == "cascading":
-        assert lab.diverged(record)
-    elif CONTENDERS[name].parent == "adamw" and name not in ("onebit-adam-l2", "onebit-adam-contractive"):
-        assert record["curve"][-1] < (2.3 if name.startswith("ssdm") else 2.25)  # whose signs are nearly coin flips
+    if CONTENDERS[name].parent == "adamw" and name not in ("onebit-adam-l2", "onebit-adam-contractive"):
+        assert record["curve"][-1] < 2.25
 
 
 def test_a_float_all_reduce_is_eight_bytes_at_any_worker_count(monkeypatch):
@@ -193,7 +191,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_the_command_names_what_it_does_not_know():
+def test_the_command_names_what_it_does_not_know(capsys):
     for arguments, text in (
         (("--tasks", "imagenet"), "--tasks must be of vgg, resnet"),
         (("--optimizers", "adagrad"), "--optimizers must be of adamw, onebit-adam"),
@@ -210,9 +208,8 @@ def test_the_command_names_what_it_does_not_know():
         (("--report", "--out", "/nowhere"), "--report needs runs, and /nowhere/runs.jsonl has none"),
         (("--report", "--tasks", "mlp"), "--report prints all that is there: leave --tasks out"),
     ):
-        result = command(*arguments)
-        assert result.returncode == 2
-        assert text in result.stderr
+        assert main(arguments) == 2
+        assert text in capsys.readouterr().err
 
 
 class OnThisRank(lab.Training):

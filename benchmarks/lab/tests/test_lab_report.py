@@ -15,9 +15,10 @@ import pytest
 from benchmarks.lab import launch, publish, tuning
 from benchmarks.lab.contenders import CONTENDERS
 from benchmarks.lab.records import Records, reported, search, start
-from benchmarks.lab.report import View, difference, markdown, rates, rows, views
+from benchmarks.lab.report import View, difference, rates, rows, views
 from benchmarks.lab.run import Key, fingerprint
 from benchmarks.lab.tasks import TASKS
+from benchmarks.pages import markdown
 from fusedonebit.apps.parsing import InputError
 
 BOTH = ("adamw", "onebit-adam")
@@ -281,13 +282,6 @@ def test_every_setting_of_optimizer_and_task_is_in_a_record(monkeypatch):
     monkeypatch.setitem(TASKS, "mlp", replace(TASKS["mlp"], batch_size=32))
     assert fingerprint("mlp", "adam-frozen") != before
     fingerprint.cache_clear()
-
-
-def test_tables_are_cut_between_columns_to_fit_a_terminal():
-    table = [["task", "adamw", "onebit-adam"], ["mlp", "0.5", "+3.0 %"], ["fit", "1e-5", "+0.5 dec"]]
-    assert publish.parts(table, 80) == [table]
-    assert publish.parts(table, 29) == [[row[:2] for row in table], [[row[0], row[2]] for row in table]]
-    assert publish.parts(table, 3) == publish.parts(table, 29), "a column is never cut"
 
 
 def test_a_rate_at_the_edge_of_its_search_says_so(tmp_path):

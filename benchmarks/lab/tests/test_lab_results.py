@@ -79,43 +79,46 @@ def test_the_lab_tells_what_a_frozen_variance_costs(workers):
     assert len(missed) >= 6
 
 
-LIVING_SEEDS = 10
-"""Paired seeds of a living variance at AdamW's rate, and at twice that: few tasks tell 1 % with five."""
+CLAIMS = [
+    # A living variance, of which few tasks tell 1 % with five seeds; 2 tasks are aimed at.
+    ("onebit-adam-living", View(4, parents=True), 1.0, 0.05, 10, 2),
+    ("onebit-adam-living", View(16, parents=True), 1.0, 0.05, 10, 5),
+    # At twice the rate none is aimed at; on one of these tasks a seed diverges.
+    ("onebit-adam-living", View(4, parents=True, by=2.0), 5.0, 0.25, 10, {"gan", "fit", "recsys", "policy"}),
+    # After one step of warm-up; 3 are aimed at.
+    ("onebit-adam-living-0", View(4, parents=True), 3.0, 0.15, 3, 5),
+    # Moments in fewer bits; 2 are aimed at. On the GAN and on vgg seeds differ by four times the limit.
+    ("adamw-bf16", View(4, parents=True), 0.5, 0.05, 5, 3),
+    ("adamw-8bit", View(4, parents=True), 0.5, 0.05, 5, 2),
+    # At their own rates; 2 are aimed at.
+    *[("onebit-lamb-living", View(w), 3.0, 0.15, 5, 2) for w in SEEDS],
+    *[("zero-one-adam-own", View(w), 3.0, 0.15, 5, most) for w, most in ((4, 2), (16, 3))],
+]
+"""Optimizer, view, percent or decades above which it is worse than its parent, least paired seeds; and on how many
+tasks it may be worse, or on which: as recorded."""
 
-MISSES = {4: 2, 16: 5}
-"""Tasks that a living variance misses, by the number of workers: as many as are recorded; 2 are aimed at."""
+
+@pytest.mark.parametrize(("optimizer", "view", "percent", "decades", "seeds", "allowed"), CLAIMS)
+def test_no_more_tasks_are_worse_than_recorded(optimizer, view, percent, decades, seeds, allowed):
+    found = {task: difference(RECORDS, view, task, optimizer) for task in TASKS}
+    assert all(d is not None and d.seeds >= seeds for d in found.values())
+    print(f"{optimizer}, {view.title}: { {task: str(d) for task, d in found.items()} }")
+    worse = {task for task, d in found.items() if beyond(d, percent, decades)}
+    print(f"{len(worse)} of {len(found)} beyond {percent:g} % or {decades:g} dec: {sorted(worse)}")
+    if isinstance(allowed, int):
+        assert not any(d.diverged for d in found.values())
+        assert len(worse) <= allowed
+    else:
+        assert worse <= allowed
 
 
 @pytest.mark.parametrize("workers", SEEDS)
-def test_a_living_variance_misses_no_more_tasks_than_recorded(workers):
-    view = View(workers, parents=True)
-    found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
-    assert all(d is not None and d.seeds >= LIVING_SEEDS and not d.diverged for d in found.values())
-    for task, d in found.items():
-        print(f"{workers} workers, {task}: {d}{', above the limit' if d.misses else ''}")
-    missed = [task for task, d in found.items() if d.misses]
-    print(f"{workers} workers: {len(missed)} of {len(found)} above 1 % or 0.05 dec (2 aimed at): {missed}")
-    frozen = [difference(RECORDS, view, task, "onebit-adam") for task in TASKS]
-    if all(frozen):
-        print(f"{workers} workers: a frozen one {sum(d.misses for d in frozen if d)}")
-        assert len(missed) < sum(d.misses for d in frozen if d)
-    assert len(missed) <= MISSES[workers]
-
-
-WORSE = {"adamw-bf16": 3, "adamw-8bit": 2}
-"""Tasks on which moments in fewer bits are worse by more than 0.5 %, or 0.05 dec: as many as are recorded."""
-
-
-@pytest.mark.parametrize("name", WORSE)
-def test_moments_in_fewer_bits_cost_next_to_nothing(name):
-    """On the GAN and on vgg, where bfloat16 is beyond the limit, seeds differ by four times that."""
-    found = {task: difference(RECORDS, View(4, parents=True), task, name) for task in TASKS}
-    assert all(d is not None and d.seeds >= 5 and not d.diverged for d in found.values())
-    for task, d in found.items():
-        print(f"{name}, {task}: {d} of AdamW's with moments in float32")
-    worse = [task for task, d in found.items() if d.mean > (0.05 if d.unit == "dec" else 0.5)]
-    print(f"{name}: {len(worse)} of {len(found)} above 0.5 % or 0.05 dec (2 aimed at): {worse}")
-    assert len(worse) <= WORSE[name]
+def test_a_living_variance_misses_fewer_tasks_than_a_frozen_one(workers):
+    names, view = ("onebit-adam-living", "onebit-adam"), View(workers, parents=True)
+    living, frozen = ([difference(RECORDS, view, task, name) for task in TASKS] for name in names)
+    print(workers, all(frozen))
+    if workers == 4 or all(frozen):
+        assert sum(d.misses for d in living) < sum(d.misses for d in frozen)
 
 
 NARROW = {"onebit-adam-state-bf16": (2, 0), "onebit-adam-state-8bit": (3, 1)}
@@ -123,40 +126,41 @@ NARROW = {"onebit-adam-state-bf16": (2, 0), "onebit-adam-state-8bit": (3, 1)}
 and those of which that is more than two standard errors."""
 
 
+def paired(view: View, task: str, ours: str, theirs: str) -> tuple[float, float]:
+    """By how much one optimizer is worse than another, in percent or decades, over common seeds; its standard error."""
+    mine, others = (view.runs(RECORDS, task, name) for name in (ours, theirs))
+    seeds = sorted(mine.keys() & others.keys())
+    assert len(seeds) >= 10
+    ratios = torch.tensor([mine[s]["metric"] / others[s]["metric"] for s in seeds], dtype=torch.float64)
+    each = ratios.log10() if TASKS[task].noiseless else 100 * (ratios - 1)
+    return float(each.mean()), float(each.std() / len(each) ** 0.5)
+
+
 @pytest.mark.parametrize("name", NARROW)
 def test_residuals_in_fewer_bits_cost_little_beside_seeds(name):
-    view, worse, plain = View(4, parents=True), [], []
+    worse, plain = [], []
     for task, kind in TASKS.items():
-        narrow, wide = (view.runs(RECORDS, task, each) for each in (name, "onebit-adam-living"))
-        seeds = sorted(narrow.keys() & wide.keys())
-        assert len(seeds) >= 10
-        ratios = torch.tensor([narrow[s]["metric"] / wide[s]["metric"] for s in seeds], dtype=torch.float64)
-        each, unit, limit = (ratios.log10(), "dec", 0.05) if kind.noiseless else (100 * (ratios - 1), "%", 0.5)
-        mean, error = float(each.mean()), float(each.std() / len(each) ** 0.5)
-        print(f"{name}, {task}: {mean:+.2f} ± {error:.2f} {unit} of the same with state in float32")
+        mean, error = paired(View(4, parents=True), task, name, "onebit-adam-living")
+        limit = 0.05 if kind.noiseless else 0.5
+        print(f"{name}, {task}: {mean:+.2f} ± {error:.2f} of the same with state in float32")
         worse += [task] * (mean > limit)
         plain += [task] * (mean > max(limit, 2 * error))
-    print(f"{name}: {len(worse)} of {len(TASKS)} above 0.5 % or 0.05 dec (2 aimed at): {worse}")
-    print(f"{name}: {len(plain)} by two standard errors: {plain}")
+    print(f"{len(worse)} of {len(TASKS)} above 0.5 % or 0.05 dec (2 aimed at): {worse}, by two errors {plain}")
     most, most_plain = NARROW[name]
     assert len(worse) <= most
     assert len(plain) <= most_plain
 
 
-FAR = {"late": 10.0}
-"""Percent that a task's loss may be above AdamW's, 3 elsewhere; decades count as 20."""
-
-
-def beyond(d: Difference, percent: float) -> bool:
-    """Whether it is worse by more than so many percent, or a twentieth as many decades."""
-    return d.diverged > 0 or d.mean > (percent / 20 if d.unit == "dec" else percent)
+def beyond(d: Difference, percent: float, decades: float) -> bool:
+    """Whether it is worse by more than so many percent, or decades."""
+    return d.diverged > 0 or d.mean > (decades if d.unit == "dec" else percent)
 
 
 @pytest.mark.parametrize("workers", SEEDS)
 def test_no_task_but_one_is_far_from_adamw(workers):
-    """That one is modular addition, for which 0.15 decades were aimed at."""
+    """That one is modular addition, for which 0.15 decades were aimed at; a module that comes late may cost 10 %."""
     found = {t: difference(RECORDS, View(workers, parents=True), t, "onebit-adam-living") for t in TASKS if t != "gan"}
-    far = {task: str(d) for task, d in found.items() if d is None or beyond(d, FAR.get(task, 3.0))}
+    far = {task: str(d) for task, d in found.items() if beyond(d, 10.0 if task == "late" else 3.0, 0.15)}
     print(f"{workers} workers: beyond 3 % (10 % where a module comes late) or 0.15 dec (none aimed at): {far}")
     assert set(far) <= {"modadd"}
     assert found["modadd"].mean <= 0.35
@@ -165,43 +169,9 @@ def test_no_task_but_one_is_far_from_adamw(workers):
 @pytest.mark.parametrize("workers", SEEDS)
 def test_on_the_gan_compression_itself_costs_nothing(workers):
     """Beside uncompressed Adam with the same variance, paired by seeds."""
-    view = View(workers, parents=True)
-    ours, theirs = (view.runs(RECORDS, "gan", name) for name in ("onebit-adam-living", "adam-living"))
-    seeds = sorted(ours.keys() & theirs.keys())
-    assert len(seeds) >= LIVING_SEEDS
-    worse = torch.tensor([100 * (ours[s]["metric"] / theirs[s]["metric"] - 1) for s in seeds])
-    error = float(worse.std() / len(seeds) ** 0.5)
-    print(f"gan, {workers} workers: {float(worse.mean()):+.1f} ± {error:.1f} % (at most 0, or two standard errors)")
-    assert float(worse.mean()) <= 2 * error
-
-
-AT_TWICE = {"gan", "fit", "recsys", "policy"}
-"""Tasks that are worse than AdamW by more than 5 % or 0.25 dec at twice its rate; none is aimed at."""
-
-
-def test_at_twice_adamws_rate_no_more_tasks_miss_than_recorded():
-    view = View(4, parents=True, by=2.0)
-    found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in TASKS}
-    assert all(d is not None and d.seeds >= LIVING_SEEDS for d in found.values())
-    missed = {task: str(d) for task, d in found.items() if beyond(d, 5.0)}
-    print({task: str(d) for task, d in found.items()})
-    print(f"beyond 5 % or 0.25 dec at twice the rate: {missed} (none aimed at)")
-    assert set(missed) <= AT_TWICE
-
-
-def test_after_one_step_of_warmup_no_more_miss_than_recorded():
-    view = View(4, parents=True)
-    found = {task: difference(RECORDS, view, task, "onebit-adam-living-0") for task in TASKS}
-    missed = {task: str(d) for task, d in found.items() if d is None or beyond(d, 3.0)}
-    print(f"one step of warm-up: {len(missed)} of {len(found)} beyond 3 % or 0.15 dec (3 aimed at): {missed}")
-    assert len(missed) <= 5
-
-
-def test_on_rows_seen_late_a_living_variance_is_within_3_percent():
-    for workers in SEEDS:
-        d = difference(RECORDS, View(workers, parents=True), "recsys", "onebit-adam-living")
-        print(f"recsys, {workers} workers: {d} (limit +3 %)")
-        assert not beyond(d, 3.0)
+    worse, error = paired(View(workers, parents=True), "gan", "onebit-adam-living", "adam-living")
+    print(f"gan, {workers} workers: {worse:+.1f} ± {error:.1f} % (at most 0, or two standard errors)")
+    assert worse <= 2 * error
 
 
 def test_a_living_variance_sends_little_over_a_whole_run():
@@ -240,23 +210,8 @@ def test_where_a_frozen_lamb_would_diverge_the_guard_catches_it():
     assert min(rewarms) >= 1
 
 
-BEYOND = {"onebit-lamb-living": {4: 2, 16: 2}, "zero-one-adam-own": {4: 2, 16: 3}}
-"""Tasks that may be worse than the parent by more than 3 % or 0.15 dec, by the number of workers; 2 are aimed at."""
-
-
-@pytest.mark.parametrize("workers", SEEDS)
-@pytest.mark.parametrize("optimizer", BEYOND)
-def test_at_their_own_rates_ours_miss_no_more_than_recorded(optimizer, workers):
-    found = {task: difference(RECORDS, View(workers), task, optimizer) for task in TASKS}
-    assert all(d is not None and d.seeds >= SEEDS[workers] and not d.diverged for d in found.values())
-    print({task: str(d) for task, d in found.items()})
-    missed = [task for task, d in found.items() if d.mean > (0.15 if d.unit == "dec" else 3.0)]
-    print(f"{optimizer}, {workers} workers: {len(missed)} of {len(found)} beyond 3 % or 0.15 dec (aim 2): {missed}")
-    assert len(missed) <= BEYOND[optimizer][workers]
-
-
 @pytest.mark.parametrize("by", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("optimizer", [*BEYOND, "onebit-adam-living"])
+@pytest.mark.parametrize("optimizer", ["onebit-lamb-living", "zero-one-adam-own", "onebit-adam-living"])
 def test_ours_are_finite_where_what_they_compress_is(optimizer, by):
     view, parent = View(4, parents=True, by=by), CONTENDERS[optimizer].parent
     print({task: str(difference(RECORDS, view, task, optimizer)) for task in TASKS})

@@ -1,1 +1,0 @@
-"""Microbenchmarks of the kernels by themselves, for pytest-benchmark."""
