@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from . import adamw, averaging, bytes_moved, host, kernels, ranks, step, step_time
+from . import adamw, averaging, bytes_moved, host, kernels, ranks, step
 from .gpu import defaults, smoke, steps, two_ranks
 from .pages import RESULTS, keep
 from .registry import CASES, Case, Report, facts
 
 ON_A_GPU = (smoke, two_ranks, steps, defaults, kernels)
-MODULES = (bytes_moved, step, adamw, host, ranks, averaging, step_time, *ON_A_GPU)
+MODULES = (bytes_moved, step, adamw, host, ranks, averaging, *ON_A_GPU)
 """Which register the cases, in this order."""
 
 

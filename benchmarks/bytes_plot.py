@@ -57,16 +57,9 @@ def bars(record: Record) -> list[list[Bar]]:
         if is_theirs and (ours := _ours(rows, row["algorithm"])):
             at_device += f", {row['device B'] / ours:.1f}× ours"
         at_sent = f"{row['sent B']:.2g}" + (f", {fewer:.0f}× fewer" if round(fewer) > 1 else ", fp32")
-        bar = Bar(
-            f"torch {name}, DDP" if is_torch else name,
-            METHODS[row["algorithm"]],
-            not (is_torch or is_theirs),
-            row["device B"],
-            copies,
-            row["sent B"],
-            at_device,
-            at_sent,
-        )
+        shown, is_ours = f"torch {name}, DDP" if is_torch else name, not (is_torch or is_theirs)
+        moved = (row["device B"], copies, row["sent B"], at_device, at_sent)
+        bar = Bar(shown, METHODS[row["algorithm"]], is_ours, *moved)
         found.setdefault(row["algorithm"], []).append(bar)
     return list(found.values())
 
@@ -105,13 +98,8 @@ def draw(record: Record, path: Path) -> None:
     _frame(left, max(bar.device for _, bar in rows), "moved in device memory")
     _frame(right, max(bar.sent for _, bar in rows), "sent on the network")
     left.invert_yaxis()
-    figure.supxlabel(
-        COUNTED.format(version=deepspeed_peer.VERSION, round=deepspeed_peer.ROUND),
-        x=0.01,
-        ha="left",
-        fontsize=8,
-        color=FAINT,
-    )
+    counted = COUNTED.format(version=deepspeed_peer.VERSION, round=deepspeed_peer.ROUND)
+    figure.supxlabel(counted, x=0.01, ha="left", fontsize=8, color=FAINT)
     figure.suptitle(f"{ABOUT}, fp32, one rank of 8", x=0.01, ha="left", fontsize=12, color=INK)
     if record["about"]["dry_run"]:
         figure.text(0.5, 0.5, DRY_RUN, ha="center", fontsize=24, alpha=0.4)

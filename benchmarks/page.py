@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import bytes_plot, step_time
+from . import bytes_plot, step
 from .pages import DOCS, RESULTS, TABLES, markdown, read, write_tables
 from .registry import Record
 
 PAGE = TABLES / "cpu.md"
 PICTURES = {
-    "step-time": (step_time.draw, DOCS / "step-time.png"),
+    "step-time": (step.draw, DOCS / "step-time.png"),
     "bytes-moved": (bytes_plot.draw, DOCS / "bytes.png"),
 }
 """Of each case that has one: how it is drawn, and where it lies."""

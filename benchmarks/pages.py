@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).with_name("results")
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 TABLES, PERFORMANCE = DOCS / "tables", DOCS / "performance.md"
 
 

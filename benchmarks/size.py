@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .library import ROOT
+from .pages import RESULTS, ROOT
 from .ratchet import Counted, Numbers, main
 
-RECORD = Path(__file__).with_name("results") / "size.json"
+RECORD = RESULTS / "size.json"
 CODE = (".py", ".c", ".h")
 PAGES = (".js", ".css", ".html")
 PACKAGE, APPLICATIONS = ("fusedonebit", "comm", "triton_kernels"), "fusedonebit/apps"

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import triton
 
-from .pages import RESULTS, TABLES, keep, markdown, read, write_tables
+from .pages import RESULTS, ROOT, TABLES, keep, markdown, read, write_tables
 
-ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 RECORD = RESULTS / "tritons.json"
 EVERY, OTHERS = "sm_90", ("sm_75", "sm_80", "sm_100", "gfx942")

@@ -14,8 +14,20 @@ from optimizers import objects
 from torch.nn import Parameter
 
 from benchmarks.pages import PERFORMANCE
-from benchmarks.planner_fit import SPLITS, Fit, each_held_out, fit, held_out, ring_share, summarise, unfitted
-from benchmarks.planner_readings import ETHERNET, GRADIENT_BYTES, INFINIBAND, TABLE_2
+from benchmarks.planner import (
+    ETHERNET,
+    GRADIENT_BYTES,
+    INFINIBAND,
+    SPLITS,
+    TABLE_2,
+    Fit,
+    each_held_out,
+    fit,
+    held_out,
+    ring_share,
+    summarise,
+    unfitted,
+)
 from fusedonebit import MarsitAdam, MarsitSGD
 from fusedonebit.apps.cli import main
 from fusedonebit.apps.plan import METHODS, TYPICAL, Network, choose_topology, methods

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks import scale_model as model
-from benchmarks.scale import NETWORK, Operations, layout_of, made, predict
-from benchmarks.scale_plot import plot
+from benchmarks.scale import NETWORK, Operations, layout_of, made, plot, predict
 from fusedonebit.comm import DisagreementError, SimulatedGroup, Transport, agree
 from fusedonebit.triton_kernels import FlatLayout, live_table
 from fusedonebit.triton_kernels.tables import EMPTY_ROW, FULL_ROW, block_tables

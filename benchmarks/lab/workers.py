@@ -69,10 +69,23 @@ class WorkerAllReduce(CompressedAllReduce):
         super().compress(given, *how, **more)
 
 
+def _of_each(name: str) -> Any:
+    """Return a method that calls ``CompressedAllReduce``'s for each rank."""
+
+    def of_each(self: BatchedAllReduce, *given: Any) -> None:
+        for rank in self.ranks:
+            getattr(CompressedAllReduce, name)(rank, *given)
+
+    return of_each
+
+
 class BatchedAllReduce(WorkerAllReduce):
     """The 1-bit all-reduce of all W workers at once: rank 0's, which has the others', ``ranks``, beside it."""
 
     ranks: Sequence[WorkerAllReduce] = ()
+    receive, set_norm, keep_back, follow, refuse = map(
+        _of_each, ("receive", "set_norm", "keep_back", "follow", "refuse")
+    )
 
     def __init__(self, of: CompressedAllReduce, **options: Any) -> None:
         """Take the place of ``of``, in its memory, before anything was compressed; ``options`` as it was made with."""
@@ -123,22 +136,6 @@ class BatchedAllReduce(WorkerAllReduce):
         self.gathered.buffer.copy_(torch.cat([rank.served.buffer for rank in self.ranks]))
         self.transport.traffic.add((self.layout.world_size - 1) * self.served.buffer.nbytes)
 
-    def receive(self, context: StepContext) -> None:
-        for rank in self.ranks:
-            CompressedAllReduce.receive(rank, context)
-
-    def set_norm(self, name: str) -> None:
-        for rank in self.ranks:
-            CompressedAllReduce.set_norm(rank, name)
-
-    def keep_back(self, tensors: Tensor) -> None:
-        for rank in self.ranks:
-            CompressedAllReduce.keep_back(rank, tensors)
-
-    def follow(self, squares: Tensor) -> None:
-        for rank in self.ranks:
-            CompressedAllReduce.follow(rank, squares)
-
     def share_part(self) -> None:
         all_of_them = [rank.squares for rank in self.ranks if rank.squares is not None]
         sent = torch.stack([squares.sent.buffer for squares in all_of_them])
@@ -155,10 +152,6 @@ class BatchedAllReduce(WorkerAllReduce):
         for rank in reversed(self.ranks):
             self.scale.copy_(scale)
             CompressedAllReduce.renew_part(rank, unit, v, writes and rank is self)
-
-    def refuse(self, flags: Tensor) -> None:
-        for rank in self.ranks:
-            CompressedAllReduce.refuse(rank, flags)
 
     def set_live(self, live: LiveTable) -> None:
         super().set_live(live)

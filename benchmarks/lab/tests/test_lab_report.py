@@ -51,6 +51,11 @@ def records(tmp_path: Path) -> Records:
     return made
 
 
+def key_of(records: Records, optimizer: str, seed: int) -> Key:
+    (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", optimizer, seed))
+    return key
+
+
 def test_differences_are_paired_with_their_standard_error(records):
     found = difference(records, View(), "mlp", "onebit-adam")
     assert (found.seeds, found.diverged, found.unit) == (3, 0, "%")
@@ -64,8 +69,7 @@ def test_differences_are_paired_with_their_standard_error(records):
 
 
 def test_diverged_runs_are_reported_miss_and_leave_the_mean(records):
-    (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 2))
-    records.add(record(key, None))
+    records.add(record(key_of(records, "onebit-adam", 2), None))
     found = difference(records, View(), "mlp", "onebit-adam")
     assert str(found) == "+2.5 ± 0.5 %, diverged 1/3"
     assert found.misses
@@ -74,10 +78,8 @@ def test_diverged_runs_are_reported_miss_and_leave_the_mean(records):
 
 def test_a_seed_in_which_the_parent_diverges_says_nothing(records):
     for seed in range(3):
-        parent = next(k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "adamw", seed))
-        records.add(record(parent, None))
-        mine = next(k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", seed))
-        records.add(record(mine, None if seed == 0 else 9.0))
+        records.add(record(key_of(records, "adamw", seed), None))
+        records.add(record(key_of(records, "onebit-adam", seed), None if seed == 0 else 9.0))
         found = difference(records, View(), "mlp", "onebit-adam")
         print(found)
         assert found.lost == seed + 1
@@ -107,8 +109,7 @@ def test_what_diverges_at_every_rate_is_reported_at_the_smallest(tmp_path):
 def test_a_mean_within_two_errors_of_the_limit_is_not_certain(records):
     found = difference(records, View(), "mlp", "onebit-adam")
     assert found.certain, "3 is over 1 by more than two of 0.6"
-    (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 0))
-    records.add(record(key, 2.0 * 0.99))
+    records.add(record(key_of(records, "onebit-adam", 0), 2.0 * 0.99))
     found = difference(records, View(), "mlp", "onebit-adam")
     assert str(found) == "+2.0 ± 1.5 %"
     assert found.misses
@@ -122,8 +123,7 @@ def test_one_seed_has_no_error_and_nothing_is_shown_as_nan(records):
         del records.found[key], records.of(key.task, key.optimizer)[key]
     assert str(difference(records, View(), "mlp", "onebit-adam")) == "+2.0 %"
     assert "nan" not in markdown(rows(records, View(), list(BOTH))).lower()
-    (key,) = (k for k in records.found if (k.task, k.optimizer, k.seed) == ("mlp", "onebit-adam", 0))
-    records.add(record(key, None))
+    records.add(record(key_of(records, "onebit-adam", 0), None))
     assert str(difference(records, View(), "mlp", "onebit-adam")) == "diverged 1/1"
     assert "nan" not in markdown(rows(records, View(), list(BOTH))).lower()
 
@@ -170,15 +170,8 @@ def test_stale_runs_and_half_lines_do_not_count_all_else_does(records, tmp_path)
 
 
 DAMAGED = [("metric", value) for value in ("low", "", [], True, 0.0, -1.0, math.nan)]
-DAMAGED += [
-    ("received", -5.0),
-    ("sent", math.nan),
-    ("sent", -5.0),
-    ("initial", 0.0),
-    ("seed", 0.5),
-    ("workers", True),
-    ("lr", "high"),
-]
+DAMAGED += [("received", -5.0), ("sent", math.nan), ("sent", -5.0), ("initial", 0.0), ("lr", "high")]
+DAMAGED += [("seed", 0.5), ("workers", True)]
 FIELDS = [json.dumps(record(Key("mlp", "adamw", 0, 4, 0.1), 1.0) | {name: value}) for name, value in DAMAGED]
 
 

@@ -112,13 +112,10 @@ def test_no_more_tasks_are_worse_than_recorded(optimizer, view, percent, decades
         assert worse <= allowed
 
 
-@pytest.mark.parametrize("workers", SEEDS)
-def test_a_living_variance_misses_fewer_tasks_than_a_frozen_one(workers):
-    names, view = ("onebit-adam-living", "onebit-adam"), View(workers, parents=True)
-    living, frozen = ([difference(RECORDS, view, task, name) for task in TASKS] for name in names)
-    print(workers, all(frozen))
-    if workers == 4 or all(frozen):
-        assert sum(d.misses for d in living) < sum(d.misses for d in frozen)
+def test_a_living_variance_misses_fewer_tasks_than_a_frozen_one():
+    names, view = ("onebit-adam-living", "onebit-adam"), View(parents=True)
+    living, frozen = (sum(difference(RECORDS, view, task, name).misses for task in TASKS) for name in names)
+    assert living < frozen
 
 
 NARROW = {"onebit-adam-state-bf16": (2, 0), "onebit-adam-state-8bit": (3, 1)}
