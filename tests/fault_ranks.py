@@ -35,6 +35,7 @@ from fusedonebit.core.optimizer import DistributedOptimizer
 WORLD_SIZE = 4
 STEPS = 9
 GROUP_TIMEOUT = 5.0
+CLOSING = 1.0  # seconds, on a busy machine
 DIED = "died"
 
 
@@ -213,14 +214,15 @@ class Ranks:
     def results(self, within: float, victim: int | None = None) -> list[Any]:
         """What each rank returned, ``DIED``, or None; ends them all, after ``within`` seconds at the latest.
 
-        The ``victim`` is not waited for.
+        The ``victim`` is waited for as long as a killed one needs to close its end: survivors see that it exits before
+        it has. One that has stopped never does.
         """
         deadline = time.monotonic() + within
         told: list[Any] = [None] * WORLD_SIZE
         for rank in sorted(range(WORLD_SIZE), key=lambda rank: rank == victim):
             connection = self._ranks[rank][1]
             try:
-                if connection.poll(0.0 if rank == victim else max(0.0, deadline - time.monotonic())):
+                if connection.poll(CLOSING if rank == victim else max(0.0, deadline - time.monotonic())):
                     told[rank] = connection.recv()
             except EOFError:
                 told[rank] = DIED

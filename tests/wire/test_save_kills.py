@@ -64,7 +64,7 @@ def count_kills(trials: range) -> None:
     places: Counter[str] = Counter()
     for trial in trials:
         victim, results = kill_one(trial)
-        assert results[victim] == DIED
+        assert results[victim] == DIED, (trial, victim, results)
         for rank, told in enumerate(results):
             if rank == victim:
                 continue
