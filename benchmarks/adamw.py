@@ -7,11 +7,9 @@ device, the table says so, and has the bytes that its code tells.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from fusedonebit import AdamW, Numerics
 
+from .audit_kernels import audited
 from .optimizers import FOREACH, FUSED, LR, of_shapes
 from .registry import Report, Table, case
 from .timing import Timing, one_thread, time_by_turns
@@ -37,7 +36,6 @@ COLUMNS = {
 }
 MOST = {"AdamW, fp32": 1.05, "AdamW, bf16": 0.80}
 """Times of torch's fused step on float32 parameters; no more is claimed."""
-LIMITS = Path(__file__).with_name("limits.json")
 PEER_ROUNDS = 5
 """Turns of peers, which on a CPU take up to a hundred times as long as torch's step."""
 
@@ -129,8 +127,7 @@ def moved(name: str, dtype: torch.dtype) -> float | None:
     if name == FOREACH:
         return None
     of_dtype = "" if dtype is torch.float32 else f", {DTYPES[dtype]}"
-    limits: dict[str, Any] = json.loads(LIMITS.read_text())["sm_90"]
-    return float(limits[f"adam_update, alone{of_dtype}{ours(dtype)[name].audited}"]["bytes_per_element"])
+    return audited()[f"adam_update, alone{of_dtype}{ours(dtype)[name].audited}"]
 
 
 def held(optimizer: torch.optim.Optimizer, numel: int) -> float:

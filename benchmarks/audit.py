@@ -1,27 +1,27 @@
-"""The byte audit: compiles every kernel ahead of time and counts what it does, without a GPU.
+"""The audit: compiles what whole steps launch ahead of time, and counts what each kernel does, without a GPU.
 
-For each target it prints registers, spills and barriers, the narrowest load and store of a flat
-float32 operand, and the exact bytes that one full block moves, per element. ``limits.json`` holds
-the worst that is accepted; ``--check`` exits with 1 where a number got worse, ``--update`` writes
-today's numbers.
+It prints a table of kernels and targets: bytes per element, registers, spills and instructions. ``limits.json`` has a
+line for each kernel with the worst that is accepted: these, barriers, and the narrowest load and store of a flat
+float32 operand. ``--check`` exits with 1 where a number got worse. ``--update`` records what whole steps launch, which
+takes minutes, and writes the kernels and today's numbers.
 
-Bytes are counted in Triton's own IR, where a load names the shape of what it loads: unmasked tensor
-loads and stores (blocks that are padded or masked take other paths), and the scalars a block reads.
-Widths, registers and spills come from PTX and from the assembler.
+Bytes are those of one full block, counted in Triton's own IR, where a load names the shape of what it loads: unmasked
+tensor loads and stores (blocks that are padded or masked take other paths), and the scalars a block reads. Widths,
+registers and spills come from PTX and from the assembler.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.audit_cases import CASES, PER_LAYER, VARIANTS, Case, Loops
+from benchmarks.audit_kernels import LIMITS, PER_LAYER, WORLD_SIZES, Kernel, by_ranks, limits, named, record, variants
 from benchmarks.audit_steps import MERGE_LIMIT, PEERS, ROUNDS, STEPS, round_bytes, step_bytes
+from benchmarks.tritons import BUILD, recorded
 from fusedonebit.triton_kernels.op import OPS
 
-LIMITS = Path(__file__).with_name("limits.json")
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -46,23 +46,24 @@ TARGETS = {
 
 @dataclass
 class Audit:
-    """What one compiled kernel does."""
+    """What one compiled kernel does; bytes by ``WORLD_SIZES`` where they depend on the number of ranks."""
 
     registers: int
     spill_bytes: int
     barriers: int
     load_bits: int
     store_bits: int
-    bytes_per_element: float
     narrow_indices: int
     scalar_accesses: int
+    instructions: int
+    bytes_per_element: list[float]
 
 
-def compile_case(case: Case, target: GPUTarget, multiples: Collection[str] = ()) -> Any:
-    """Compiles a kernel as the launcher would specialise it for aligned operands, and ``multiples`` of 16."""
-    kernel = OPS[case.kernel].kernel
-    assert kernel is not None
-    return compile_kernel(kernel.triton, *case.specialised(), case.num_warps, target, multiples)
+def compile_variant(kernel: Kernel, target: GPUTarget, multiples: Collection[str] = ()) -> Any:
+    """Compiles a kernel as the launcher would specialise it for its aligned operands, and ``multiples`` of 16."""
+    function = OPS[kernel.op].kernel.triton
+    types, constants, aligned = kernel.specialised()
+    return compile_kernel(function, types, constants, kernel.num_warps, target, {*aligned, *multiples})
 
 
 def compile_kernel(
@@ -71,54 +72,54 @@ def compile_kernel(
     constants: Mapping[str, Any],
     num_warps: int,
     target: GPUTarget,
-    multiples: Collection[str] = (),
-    aligned: bool = True,
+    multiples: Collection[str],
 ) -> Any:
-    """Compiles a function for arguments of such types; see ``compile_case``.
-
-    Where not ``aligned``, only those pointers are that are among ``multiples``.
-    """
+    """Compiles a function for arguments of such types, of which addresses and numbers are known to be multiples."""
     names = list(types)
-    known = {n for n in names if n in multiples or (aligned and types[n][0] == "*")}
     # Of each number and address, as the launcher says it: it shall find in its cache what is compiled here.
     specialised = {n: i for i, n in enumerate(names) if types[n] != "constexpr" and not types[n].startswith("fp")}
-    attributes = {(i,): [["tt.divisibility", 16]] if n in known else [] for n, i in specialised.items()}
+    attributes = {(i,): [["tt.divisibility", 16]] if n in multiples else [] for n, i in specialised.items()}
     values = {(names.index(n),): value for n, value in constants.items()}
     source = ASTSource(fn=function, signature=dict(types), constexprs=values, attrs=attributes)
     return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": False})
 
 
-def audit(case: Case, target: GPUTarget) -> Audit:
+def audit(kernel: Kernel, target: GPUTarget) -> Audit:
     """Compiles and counts."""
-    compiled = compile_case(case, target)
+    compiled = compile_variant(kernel, target)
     ttir = compiled.asm["ttir"]
-    count = _bytes_per_scanned_block if case.kernel in PER_LAYER else bytes_per_block
-    counted = (count(ttir, case.loops) - case.cached) / case.elements
+    moves = [moved(ttir, kernel._replace(world_size=n)) for n in (WORLD_SIZES if kernel.walks else (1,))]
+    narrow = _narrow_indices(ttir, kernel.halves)
     if target.backend == "hip":
-        return _audit_amd(compiled.asm["amdgcn"], counted, _narrow_indices(ttir, case.halves))
-    registers, spilled = resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
+        return _audit_amd(compiled.asm["amdgcn"], narrow, moves)
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     return Audit(
-        registers,
-        spilled,
+        *resources(cubin),
         ptx.count("bar.sync"),
-        _narrowest(ptx, "ld", case.packed),
-        _narrowest(ptx, "st", case.packed),
-        counted,
-        _narrow_indices(ttir, case.halves),
+        _narrowest(ptx, "ld", kernel.packed),
+        _narrowest(ptx, "st", kernel.packed),
+        narrow,
         len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*?\.b32\b", ptx)),
+        instructions(cubin),
+        moves,
     )
+
+
+def moved(ttir: str, kernel: Kernel) -> float:
+    """Bytes per element of a full block."""
+    count = _bytes_per_scanned_block if kernel.op in PER_LAYER else bytes_per_block
+    return (count(ttir, kernel.loops) - kernel.cached) / kernel.elements
 
 
 # What the scalars that branches depend on are for a full block in the middle of a run.
 _ASSUMED = {"row": 0, "skip": 0, "hold": 0, "base": 1, "bad": 0, "c0_i32": 0, "c0_i64": 0, "c1_i32": 1}
 
 
-def bytes_per_block(ttir: str, loops: Loops) -> float:
+def bytes_per_block(ttir: str, loops: Iterable[int]) -> float:
     """Follows the branches that a full block takes, and adds up what is loaded and stored there."""
     total, values = 0.0, dict(_ASSUMED)
     regions: list[float] = []  # how often each enclosing region runs: 0 if its branch is not taken
-    each = _each_loop(loops)
+    each = iter(loops)
     for line in ttir.splitlines():
         times = min(regions, default=1) and max([*regions, 1])
         if match := re.search(r"%(\w+) = arith\.constant (-?\d+) : i\d", line):
@@ -153,17 +154,12 @@ def _compare(predicate: str, left: int, right: int) -> int:
     return int({"eq": left == right, "ne": left != right}.get(predicate, True))
 
 
-def _each_loop(loops: Loops) -> Iterator[int]:
-    """How often each loop runs, in the order of the code."""
-    return iter(loops) if isinstance(loops, tuple) else itertools.repeat(loops)
-
-
-def _bytes_per_scanned_block(ttir: str, loops: Loops) -> float:
+def _bytes_per_scanned_block(ttir: str, loops: Iterable[int]) -> float:
     """What ``PER_LAYER`` kernels move per block: they scan what blocks left, one block to a (masked) lane.
 
     Loops over anything else, which run 0 times for a block, are not counted, nor what a segment's lane loads at first.
     """
-    each, counted, total = _each_loop(loops), 0, 0.0
+    each, counted, total = iter(loops), 0, 0.0
     for line in ttir.splitlines():
         counted = next(each) if "scf.for" in line else counted
         if match := re.search(r"tt\.(?:load|store) [^:]*,[^:]*: tensor<\d+x!tt\.ptr<\w(\d+)>>", line):
@@ -211,6 +207,14 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
+def instructions(cubin: bytes) -> int:
+    """Count those that the assembler has written, 16 bytes each, padding included."""
+    offset, size, count, names = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<3H", cubin, 58))
+    sections = [struct.unpack_from("<2I4Q", cubin, offset + i * size) for i in range(count)]
+    begin = sections[names][4]
+    return sum(length for name, _, _, _, _, length in sections if cubin.startswith(b".text.", begin + name)) // 16
+
+
 def spilled(compiled: Any, target: GPUTarget) -> int:
     """Returns what a compiled kernel keeps outside of registers because they are too few: bytes, of AMD registers."""
     if target.backend == "hip":
@@ -227,107 +231,115 @@ def _spilled_amd(text: str) -> int:
     return sum(_directive(text, n) for n in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"))
 
 
-def _audit_amd(text: str, counted: float, narrow: int) -> Audit:
+def _audit_amd(text: str, narrow: int, moves: list[float]) -> Audit:
     def widest(operation: str) -> int:
         widths = [int(n) * 32 for n in re.findall(rf"(?:global|buffer)_{operation}_dwordx(\d)", text)]
         return max(widths, default=0)
 
-    widths = widest("load"), widest("store")
     scalar = len(re.findall(r"(?:global|buffer)_(?:load|store)_dword\b", text))
-    return Audit(
-        _directive(text, "vgpr_count"), _spilled_amd(text), text.count("s_barrier"), *widths, counted, narrow, scalar
-    )
+    written = len(re.findall(r"^\t(?:[vs]|global|buffer|ds|flat|scratch)_\w+", text, re.MULTILINE))
+    widths = widest("load"), widest("store")
+    used = _directive(text, "vgpr_count"), _spilled_amd(text), text.count("s_barrier")
+    return Audit(*used, *widths, narrow, scalar, written, moves)
 
 
-def hop_bytes(audits: dict[str, Audit]) -> float:
+def hop_bytes(bytes_of: Mapping[str, float]) -> float:
     """What Marsit's operator moves per element and hop, besides the read of the local value."""
-    return audits["merge_signs"].bytes_per_element - 1 / 8
+    return bytes_of["merge_signs"] - 1 / 8
 
 
-def worse(name: str, now: Audit, limit: dict[str, float], same_compiler: bool) -> list[str]:
-    """Says what got worse than the limit; registers and barriers are another compiler's own affair."""
+def worse(name: str, now: Audit, limit: Mapping[str, Any], same_compiler: bool) -> list[str]:
+    """Says what got worse than the limit; registers and the like are another compiler's own affair."""
     found = []
     for key, value in asdict(now).items():
-        if key in ("registers", "barriers", "scalar_accesses") and not same_compiler:
+        if key in ("registers", "barriers", "scalar_accesses", "instructions") and not same_compiler:
             continue
-        wider_is_better = key in ("load_bits", "store_bits")
-        if key == "bytes_per_element" and abs(value - limit[key]) > 1e-9:
+        if key == "bytes_per_element":
             # Fewer, too: either the kernel moves less, and the limit must follow, or the count misses some.
-            found.append(f"{name}: {key} is {value:g}, was {limit[key]:g}")
-        elif (value < limit[key]) if wider_is_better else (value > limit[key] + 1e-9):
-            found.append(f"{name}: {key} is {value:g}, the limit is {limit[key]:g}")
+            got_worse = value != limit[key]
+        else:
+            got_worse = value < limit[key] if key in ("load_bits", "store_bits") else value > limit[key]
+        if got_worse:
+            found.append(f"{name}: {key} is {value}, the limit is {limit[key]}")
     return found
 
 
-def run(targets: Iterable[str] = TARGETS) -> dict[str, dict[str, Audit]]:
-    """Audits all cases for some of ``TARGETS``, sm_90 among them, printing as it goes."""
-    results: dict[str, dict[str, Audit]] = {}
-    print(
-        f"{'kernel':34} {'target':7} {'regs':>4} {'spill':>5} {'barriers':>8} {'load':>5} {'store':>5} {'B/element':>9}"
-    )
-    for target_name in targets:
-        results[target_name], target = {}, TARGETS[target_name]
-        for name, case in CASES.items():
-            a = results[target_name][name] = audit(case, target)
-            print(
-                f"{name:34} {target_name:7} {a.registers:4} {a.spill_bytes:5} {a.barriers:8} "
-                f"{a.load_bits:5} {a.store_bits:5} {a.bytes_per_element:9.3f}"
-            )
-        spilled = [name for name, case in VARIANTS.items() if audit(case, target).spill_bytes]
-        assert not spilled, f"{target_name}: spills in {', '.join(spilled)}"
-        print(f"{len(VARIANTS)} variants compiled for {target_name}, no spills")
-    for name, world_size, counted, bound in whole_steps(results):
-        print(f"{name}, whole step, fp32, W={world_size}: {counted:.3f} bytes per parameter (limit {bound:.3f})")
-    audits = results["sm_90"]
-    print(
-        f"Marsit's operator, per element and hop: {hop_bytes(audits):.3f} bytes "
-        f"besides the read of the local value (limit {MERGE_LIMIT})"
-    )
-    for name in ROUNDS:
-        for world_size in (2, 8, 64):
-            counted = round_bytes(_bytes_of(audits), name, world_size)
-            print(f"{name}, whole 1-bit round, fp32, M={world_size}: {counted:.3f} bytes per parameter ({PEERS})")
+def run(kernels: Mapping[str, Kernel], targets: Collection[str] = tuple(TARGETS)) -> dict[str, dict[str, Audit]]:
+    """Audits kernels for some of ``TARGETS``, sm_90 among them, printing a table as it goes."""
+    results: dict[str, dict[str, Audit]] = {target: {} for target in targets}
+    print(f"{'B/element':>10}", *(f"{target:>15}" for target in targets), " kernel; registers, spills, instructions")
+    for name, kernel in kernels.items():
+        for target, audits in results.items():
+            audits[name] = audit(kernel, TARGETS[target])
+        found = [audits[name] for audits in results.values()]
+        cells = [f"{each.registers:4} {each.spill_bytes:3} {each.instructions:6}" for each in found]
+        print(f"{results['sm_90'][name].bytes_per_element[0]:10.3f}", *cells, f" {name}", flush=True)
     return results
 
 
-def _bytes_of(audits: dict[str, Audit]) -> dict[str, float]:
-    return {name: a.bytes_per_element for name, a in audits.items()}
+def told(bytes_of: Mapping[str, float]) -> Iterator[str]:
+    """Says what whole steps move."""
+    for name, world_size, counted, bound in whole_steps(bytes_of):
+        yield f"{name}, whole step, fp32, W={world_size}: {counted:.3f} bytes per parameter (limit {bound:.3f})"
+    besides = f"besides the read of the local value (limit {MERGE_LIMIT})"
+    yield f"Marsit's operator, per element and hop: {hop_bytes(bytes_of):.3f} bytes {besides}"
+    for name in ROUNDS:
+        for world_size in WORLD_SIZES:
+            counted = round_bytes(bytes_of, name, world_size)
+            yield f"{name}, whole 1-bit round, fp32, M={world_size}: {counted:.3f} bytes per parameter ({PEERS})"
 
 
-def whole_steps(results: dict[str, dict[str, Audit]]) -> Iterator[tuple[str, int, float, float]]:
-    """Optimizer, world size, bytes per parameter of a compression-stage step on sm_90, and their limit."""
-    bytes_of = _bytes_of(results["sm_90"])
+def whole_steps(bytes_of: Mapping[str, float]) -> Iterator[tuple[str, int, float, float]]:
+    """Optimizer, world size, bytes per parameter of a compression-stage step, and their limit."""
     for name, step in STEPS.items():
-        for world_size in (2, 8, 64):
+        for world_size in WORLD_SIZES:
             yield name, world_size, step_bytes(bytes_of, step, world_size), step.limit_of(world_size)
+
+
+def update(kernels: Mapping[str, Kernel], results: Mapping[str, Mapping[str, Audit]]) -> None:
+    """Writes today's numbers, a line for each kernel."""
+    lines = []
+    for name, kernel in kernels.items():
+        numbers = {target: list(asdict(audits[name]).values()) for target, audits in results.items()}
+        line = ({} if name == kernel.key else {"name": name}) | numbers
+        lines.append(f"  {json.dumps(kernel.key)}: {json.dumps(line)}")
+    columns = json.dumps([field.name for field in fields(Audit)])
+    head = f'{{\n "triton": "{triton.__version__}",\n "columns": {columns},\n "kernels": {{\n'
+    LIMITS.write_text(head + ",\n".join(lines) + "\n }\n}\n")
 
 
 def main() -> int:
     """Runs the audit; see the module's docstring."""
     parser = argparse.ArgumentParser(description="Audit the compiled kernels.")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a number is worse than its limit")
-    parser.add_argument("--update", action="store_true", help="write today's numbers as limits")
+    parser.add_argument("--update", action="store_true", help="record the kernels, and write today's numbers as limits")
     parser.add_argument("--quick", action="store_true", help="for sm_90 alone, whose bytes whole steps are counted in")
-    arguments = parser.parse_args()
-    if arguments.update and arguments.quick:
+    parser.add_argument("--keys", type=Path, help="launch keys that were recorded before (benchmarks.tritons)")
+    given = parser.parse_args()
+    if given.update and given.quick:
         parser.error("--update writes the numbers of all targets: leave out --quick")
-    results = run(["sm_90"] if arguments.quick else TARGETS)
-    if arguments.update:
-        table: dict[str, Any] = {t: {n: asdict(a) for n, a in audits.items()} for t, audits in results.items()}
-        table["triton"] = triton.__version__
-        LIMITS.write_text(json.dumps(table, indent=1) + "\n")
-    if not arguments.check:
+    kernels = named()
+    if given.update:
+        path = given.keys or BUILD / "launch_keys.json"
+        given.keys or recorded(path)
+        names = {kernel.key: name for name, kernel in kernels.items()}
+        kernels = {names.get(each.key, each.key): each for each in variants(json.loads(path.read_text()))}
+    results = run(kernels, ["sm_90"] if given.quick else tuple(TARGETS))
+    bytes_of = by_ranks({name: each.bytes_per_element for name, each in results["sm_90"].items()})
+    if given.update:
+        update(kernels, results)
+    print(*told(bytes_of), sep="\n")
+    if not given.check:
         return 0
-    limits = json.loads(LIMITS.read_text())
-    same = limits["triton"] == triton.__version__
+    same = record()["triton"] == triton.__version__
     found = [
         text
-        for t, audits in results.items()
-        for n, a in audits.items()
-        for text in worse(f"{n} on {t}", a, limits[t][n], same)
+        for target, audits in results.items()
+        for name, now in audits.items()
+        for text in worse(f"{name} on {target}", now, limits(target)[name], same)
     ]
-    found += [f"{name}, W={w}: {now:.3f} bytes" for name, w, now, limit in whole_steps(results) if now > limit]
-    found += [f"Marsit's operator: {b:.3f} bytes" for b in [hop_bytes(results["sm_90"])] if b > MERGE_LIMIT]
+    found += [f"{name}, W={w}: {now:.3f} bytes" for name, w, now, limit in whole_steps(bytes_of) if now > limit]
+    found += [f"Marsit's operator: {b:.3f} bytes" for b in [hop_bytes(bytes_of)] if b > MERGE_LIMIT]
     print("\n".join(found) or "nothing got worse")
     return 1 if found else 0
 

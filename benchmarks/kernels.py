@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from .audit_kernels import audited
 from .registry import TIMES, Record, Report, case, times
 from .timing import copy_of, time_by_turns
 from .workload import Workload
 
-LIMITS = Path(__file__).with_name("limits.json")
 FULL = 340_000_000
 NEEDED = 40
 """Bytes per element of the kernel that works on most, with its copy."""
@@ -65,11 +63,6 @@ KERNELS = (
     Kernel("lion_compress, bf16", dtype=BF16),
 )
 COLUMNS = {"kernel": "<34", "elements": ">13,", "B/element": ">9.3f"} | TIMES | {"GB/s": ">8.1f", "of a copy": ">9.3f"}
-
-
-def audited() -> dict[str, float]:
-    """Bytes that each kernel moves per element, counted from the code compiled for sm_90."""
-    return {name: found["bytes_per_element"] for name, found in json.loads(LIMITS.read_text())["sm_90"].items()}
 
 
 def rows(numel: int, device: torch.device, rounds: int) -> Iterator[Record]:

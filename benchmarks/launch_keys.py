@@ -2,7 +2,7 @@
 
 ``tests/launch_keys.py`` records them of whole steps of all optimizers. Exits with 1 where a kernel does not compile for
 some key, spills registers, or has a race between warps (``benchmarks.races``). Nothing is measured:
-``benchmarks.audit`` has the numbers of the usual cases.
+``benchmarks.audit`` has the numbers of the variants among them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def compiled(key: Key, target: GPUTarget) -> Any:
     types = {name: kind for name, kind, _ in arguments}
     constants = {name: value for name, kind, value in arguments if kind == "constexpr"}
     multiples = [name for name, kind, value in arguments if kind != "constexpr" and value == "D"]
-    return compile_kernel(OPS[op].kernel.triton, types, constants, num_warps, target, multiples, aligned=False)
+    return compile_kernel(OPS[op].kernel.triton, types, constants, num_warps, target, multiples)
 
 
 def compile_key(key: Key, target: str) -> Compiled:

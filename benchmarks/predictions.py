@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .audit_cases import BLOCK, CASES, PER_LAYER
+from .audit_kernels import BLOCK, PER_LAYER, audited, kernel_of
 from .audit_steps import STEPS
 from .chips import ATTAINABLE, CHIPS, H100, LAUNCH, Chip, Variant, chain_of
 from .gpu.steps import MODELS, PEERS, Peer
-from .kernels import FULL, KERNELS, audited
+from .kernels import FULL, KERNELS
 from .optimizers import numel_of
 from .pages import RESULTS, TABLES, keep, markdown, read, write_tables
 
@@ -102,7 +102,7 @@ def launches_of(peer: Peer) -> list[tuple[str, int]]:
     if world_size == 1:  # no server, whose messages would be taken up
         own = (name for name in step.kernels if not name.startswith("receive"))
         return [("finish_alone" if name == "finish" else name, 1) for name in own]
-    served = (name if name in CASES else f"{name}, W={world_size}" for name in step.served)
+    served = (name if name in audited() else f"{name}, W={world_size}" for name in step.served)
     return [*((name, 1) for name in step.kernels), *((name, world_size) for name in served)]
 
 
@@ -165,7 +165,7 @@ def count() -> dict[str, dict[str, Variant]]:
     names = dict.fromkeys((*(k.name for k in KERNELS), *(name for peer in PEERS for name, _ in launches_of(peer))))
     return {
         target: {
-            name: _counted(tuning.variant(name, BLOCK, CASES[name].num_warps, TARGETS[target]))
+            name: _counted(tuning.variant(name, BLOCK, kernel_of(name).num_warps, TARGETS[target]))
             for name in names
             if _can_be_counted(name, target)
         }
@@ -178,13 +178,13 @@ def _can_be_counted(name: str, target: str) -> bool:
 
     Before, the assembler ends that loop with a call, over which a branch is taken for that over a slow division.
     """
-    op = CASES[name].kernel
+    op = kernel_of(name).op
     return op not in PER_LAYER and (op != "server_reduce" or target == "sm_90")
 
 
 def _counted(variant: Variant) -> Variant:
     """Return it with the elements and, as the audit has them, the bytes that belong to a program of its kernel."""
-    elements = CASES[variant.kernel].elements
+    elements = kernel_of(variant.kernel).elements
     return replace(variant, block=elements, bytes=audited()[variant.kernel] * elements)
 
 

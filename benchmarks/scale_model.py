@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.comm import Messages
@@ -17,9 +15,8 @@ from fusedonebit.triton_kernels import FlatLayout
 from fusedonebit.triton_kernels.layout import SCALE_BLOCK
 from fusedonebit.triton_kernels.receive import spans_of
 
+from .audit_kernels import audited
 from .chips import ATTAINABLE, H200, LAUNCH, Chip
-
-LIMITS = json.loads(Path(__file__).with_name("limits.json").read_text())["sm_90"]
 
 ASPECT = 128
 """Width over depth of a transformer, as GPT-3's (12,288 wide, 96 deep)."""
@@ -139,8 +136,7 @@ LAUNCHES = {"adam": 11, "lamb": 13}
 
 def kernel_bytes(optimizer: str, world_size: int) -> dict[str, float]:
     """Bytes per parameter that each kernel of a step moves, as the audit counts them for float32."""
-    count = {name: numbers["bytes_per_element"] for name, numbers in LIMITS.items()}
-    adam = optimizer == "adam"
+    count, adam = audited(), optimizer == "adam"
     suffix = ", preconditioned" if adam else ""
     found = {"momentum_compress": count[f"momentum_compress{suffix}"], "finish": count["finish"]}
     # Linear in W: W - 2 more messages are read.

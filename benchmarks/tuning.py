@@ -7,15 +7,14 @@ instructions, and which of four limits a Hopper GPU would meet first. No GPU is 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
 
 from . import audit, pages, sass
-from .audit_cases import BLOCK, CASES, Case
+from .audit_kernels import BLOCK, kernel_of
 from .chips import H100, H200, Variant
 from .pages import TABLES, keep, markdown, read, write_tables
 
@@ -42,12 +41,12 @@ STRIDES = ("arrived_bits_stride", "exp_avg_bits_stride", "bits_stride")
 
 def variant(name: str, block: int, num_warps: int, target: GPUTarget = audit.TARGETS["sm_90"]) -> Variant:
     """Compiles and counts."""
-    case = _case(name, block, num_warps)
-    compiled = audit.compile_case(case, target, STRIDES)
+    usual = kernel_of(name)
+    chosen = usual._replace(given=usual.given | {"BLOCK_SIZE": block}, num_warps=num_warps)
+    compiled = audit.compile_variant(chosen, target, STRIDES)
     registers, spills = audit.resources(compiled.asm["cubin"])
-    usual = sass.compile_full_block(compiled, target, num_warps)
-    match = re.search(r"W=(\d+)", name)
-    counted = sass.executed(usual.asm["cubin"], int(match.group(1)) if match else 0)
+    full = sass.compile_full_block(compiled, target, num_warps)
+    counted = sass.executed(full.asm["cubin"], chosen.world_size * chosen.walks)
     return Variant(
         name,
         block,
@@ -61,7 +60,7 @@ def variant(name: str, block: int, num_warps: int, target: GPUTarget = audit.TAR
         counted.conversions,
         counted.by_name["SHFL"],
         counted.by_name["MUFU"],
-        audit.bytes_per_block(compiled.asm["ttir"], case.loops),
+        audit.bytes_per_block(compiled.asm["ttir"], chosen.loops),
         H200.resident(registers, num_warps, compiled.metadata.shared),
         dict(sorted(counted.loads.items())),
     )
@@ -69,12 +68,7 @@ def variant(name: str, block: int, num_warps: int, target: GPUTarget = audit.TAR
 
 def chosen(name: str) -> tuple[int, int]:
     """Elements per block and warps per program, as the launcher has them."""
-    return BLOCK, CASES[name].num_warps
-
-
-def _case(name: str, block: int, num_warps: int) -> Case:
-    case = CASES[name]
-    return replace(case, changes=case.changes | {"BLOCK_SIZE": block}, num_warps=num_warps)
+    return BLOCK, kernel_of(name).num_warps
 
 
 HEADER = (

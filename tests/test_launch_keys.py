@@ -18,14 +18,13 @@ import torch
 from launch_keys import Key, Noting, recording, write
 from whole_steps import ADAM, BASES, SGD, Run, keys_of_all, take
 
+from benchmarks.audit_kernels import named, variants
 from fusedonebit import triton_kernels as ops
-from fusedonebit.triton_kernels import pack
 from fusedonebit.triton_kernels.jit import Deferred
 from fusedonebit.triton_kernels.op import OPS
 
 ROOT = Path(__file__).parent.parent
-NOT_IN_STEPS = {"pack": "by itself it is for users: steps pack in the kernels that compress"}
-IN_STEPS = {name for name in OPS if hasattr(ops, name)} - NOT_IN_STEPS.keys()
+IN_STEPS = {name for name in OPS if hasattr(ops, name)}
 """Without those that other tests, in the same process, declare."""
 SPILLING = {"sm_80": ["local_step"], "sm_90": ["momentum_compress"], "sm_100": ["local_step"]}
 """Kernels with one key of which the assembler keeps one value of a thread, 4 or 8 bytes, in memory; may only get less.
@@ -111,7 +110,7 @@ print(f"{len(OPS)} kernels read {asked} constants")
 """
 
 
-def test_no_constant_differs_from_itself_which_would_refuse_a_kernels_second_launch():
+def test_no_constant_differs_at_a_kernels_second_launch():
     status, printed = compiling(ROOT, program=("-c", LAUNCHED_AGAIN))
     assert status == 0, printed
     kernels, constants = map(int, re.fullmatch(r"(\d+) kernels read (\d+) constants\n", printed).groups())
@@ -139,14 +138,14 @@ def test_no_constant_differs_from_itself_which_would_refuse_a_kernels_second_lau
     ],
     ids=str,
 )
-def test_an_argument_is_noted_as_tritons_launcher_would_specialise_it(value, expected):
+def test_an_argument_is_noted_as_tritons_launcher_takes_it(value, expected):
     keys = set()
     Noting(OPS["unpack"], keys)[(1,)](value, torch.zeros(1), 5, 128, num_warps=4, enable_fp_fusion=False)
     (bits,) = [each["bits"] for each in arguments_of(keys, "unpack")]
     assert bits == expected
 
 
-def test_the_same_steps_make_the_same_keys_and_a_changed_option_makes_new_ones():
+def test_same_steps_make_the_same_keys_changed_options_new_ones():
     first = recorded(ADAM)
     assert {key.op for key in first} >= {"advance", "adam_update", "momentum_compress", "server_reduce", "finish"}
     assert recorded(ADAM) == first
@@ -207,9 +206,8 @@ def test_whole_steps_launch_all_ops_in_all_phases(all_keys):
     expected |= {"AdamW": {"uncompressed"}, "Lamb": {"uncompressed"}, "OneBitLion": {"one-bit"}}
     assert phases == expected
     print(f"{len(keys)} launch keys of {len(IN_STEPS)} kernels")
-    with recording() as found:  # what is left out would be noted where it is launched
-        pack(torch.ones(128))
-    assert {key.op for key in found} == NOT_IN_STEPS.keys()
+    audited = {kernel.key for kernel in named().values()}
+    assert {kernel.key for kernel in variants(keys)} == audited, "python -m benchmarks.audit --update records them anew"
 
 
 # ---------------------------------------------------------------- compiled
@@ -227,7 +225,7 @@ def test_no_function_for_triton_returns_none_by_name():
 
 @pytest.mark.full  # `make test-tritons` does so with the oldest Triton, too
 @pytest.mark.timeout(1800)
-def test_every_key_compiles_for_sm_90_and_every_kernel_for_the_other_targets(all_keys, written):
+def test_every_key_compiles_for_sm_90_every_kernel_elsewhere(all_keys, written):
     assert compiled(written, "sm_90", len(all_keys[0])) in ([], SPILLING["sm_90"])
     for target in ("sm_75", "sm_80", "sm_100", "gfx942"):
         spilling = compiled(written, target, None, "--once-per-kernel")
@@ -267,7 +265,7 @@ sys.exit(launch_keys.main())
 
 
 @pytest.mark.long
-def test_where_gfx942_cannot_be_linked_it_is_compiled_to_assembly_and_that_is_said(one_key, tmp_path):
+def test_gfx942_that_cannot_be_linked_becomes_assembly(one_key, tmp_path):
     program = ("-c", UNLINKED, str(tmp_path / "cache"))
     status, printed = compiling(one_key, "--target", "gfx942", program=program)
     assert status == 0, printed

@@ -36,6 +36,7 @@ from fusedonebit import (
 )
 from fusedonebit.comm import LocalTransport, SimulatedGroup
 from fusedonebit.optim.policies import Progress
+from fusedonebit.triton_kernels import pack
 
 USUAL = (200_000, 3072, 17)
 LAYOUTS = {
@@ -86,7 +87,7 @@ class Renews:
 class Lengths:
     """Rounds of so many steps, by number; the last one's length then stays."""
 
-    lengths: tuple[int, ...] = (1, 1, 1, 3, 1, 1, 3)
+    lengths: tuple[int, ...] = (1, 1, 1, 4, 1, 1, 2)
 
     def steps(self, done: Progress) -> int:
         return self.lengths[min(done.rounds, len(self.lengths) - 1)]
@@ -149,16 +150,16 @@ ALONE = {
 }
 """Of those that read gradients where they lie."""
 OF_STATE: dict[str, dict[str, Any]] = {
+    "capturable": {"options": {"capturable": True}},
     "moments in bf16": {"options": {"state": "bf16"}},
     "moments in bf16, W = 1": {"options": {"state": "bf16"}, "world_size": 1},
     "moments in bf16, mixed dtypes": {"options": {"state": "bf16"}, "dtypes": (FLOAT32, BFLOAT16, FLOAT16)},
     "moments in codes": {"options": {"state": "8bit"}},
     "moments in codes, W = 1": {"options": {"state": "8bit"}, "world_size": 1},
-    "moments in codes, bf16, W = 1": {"options": {"state": "8bit"}, "dtypes": (BFLOAT16,), "world_size": 1},
-    "moments in bf16, stochastic rounding": {
-        "options": {"state": "bf16", "stochastic_rounding": True},
-        "dtypes": (BFLOAT16,),
-        "world_size": 1,
+    **{
+        f"moments in {state}, {what}": {"options": {"state": state} | how, "dtypes": (BFLOAT16,), "world_size": 1}
+        for state in ("bf16", "8bit")
+        for what, how in {"bf16": {}, "stochastic rounding": {"stochastic_rounding": True}}.items()
     },
 }
 
@@ -192,14 +193,12 @@ COMPRESSING: dict[str, dict[str, Any]] = {
 }
 TWO_STAGES: dict[str, dict[str, Any]] = {
     "re-warm-up": {"options": {"refuse_every": 2, "rewarm_steps": 10}, "steps": 19},
-    "re-warm-up, no precondition": {
-        "options": {"refuse_every": 2, "rewarm_steps": 10, "precondition": False},
-        "steps": 19,
-    },
+    "re-warm-up, plain": {"options": {"refuse_every": 2, "rewarm_steps": 10, "precondition": False}, "steps": 19},
     "automatic freeze": {"options": {"freeze_step": "auto", "deadline": 4, "betas": (0.9, 0.5)}, "steps": 8},
     "guard off": {"options": {"guard": "off"}},
     "guard warns": {"options": {"guard": "warn"}},
     "bf16 variance": {"options": {"frozen_dtype": BFLOAT16}},
+    "bf16 variance, W = 1": {"options": {"frozen_dtype": BFLOAT16}, "world_size": 1},
     "bf16 variance, no precondition": {"options": {"frozen_dtype": BFLOAT16, "precondition": False}},
     "bf16 variance, mixed": {"options": {"frozen_dtype": BFLOAT16}, "dtypes": (FLOAT32, BFLOAT16)},
     "dead coordinates kept": {"options": {"dead_coordinates": "keep", "precondition": False, "variance_floor": 0.0}},
@@ -247,14 +246,13 @@ OF_RESIDUALS: dict[str, dict[str, Any]] = {
 }
 OF_LAMB: dict[str, dict[str, Any]] = {
     **{name: case for name, case in OF_ADAM.items() if name != "living, no precondition"},
+    "preconditioned": {"options": {"precondition": True}},
+    "preconditioned, bf16 variance": {"options": {"precondition": True, "frozen_dtype": BFLOAT16}},
     "not adaptive": {"options": {"adaptive": False}},
     "not adaptive, no precondition": {"options": {"adaptive": False, "precondition": False}},
     "momentum scaled": {"options": {"precondition": False, "momentum_scaling": True}},
     "bf16 variance, ternary": {"options": {"frozen_dtype": BFLOAT16, "ternary": True}},
-    "mixed, ternary, no precondition": {
-        "options": {"ternary": True, "precondition": False},
-        "dtypes": (FLOAT32, BFLOAT16),
-    },
+    "mixed, ternary": {"options": {"ternary": True, "precondition": False}, "dtypes": (FLOAT32, BFLOAT16)},
 }
 OF_ROUNDS: dict[str, dict[str, Any]] = {
     "rounds of 2": {"options": {"local_steps": 2}},
@@ -266,18 +264,20 @@ OF_ROUNDS: dict[str, dict[str, Any]] = {
     "owner, W = 1": {"options": {"topology": "owner"}, "world_size": 1},
     "compensation without a limit": {"options": {"compensation_limit": None}},
 }
+OF_ADAMW: dict[str, dict[str, Any]] = {
+    f"bf16, W = 1, {what}": with_options(ALONE["bf16, W = 1"], options)
+    for what, options in {
+        "clipped": {"max_grad_norm": 0.5},
+        "8-bit corrections, moments in codes": {"state": "8bit", "master_weights": "8bit"},
+        "16-bit corrections, moments in codes": {"state": "8bit", "master_weights": "16bit"},
+    }.items()
+}
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM | OF_RESIDUALS | CORRECTED,
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
-    "AdamW": ALONE | OF_STATE | CORRECTED | {"capturable": {"options": {"capturable": True}}},
-    "Lamb": ALONE
-    | OF_STATE
-    | {"eps inside": {"options": {"eps_inside_sqrt": True}}, "capturable": {"options": {"capturable": True}}},
-    "OneBitLion": CORRECTED
-    | {
-        "mean": {"options": {"aggregation": "mean"}},
-        "mean, W = 8": {"options": {"aggregation": "mean"}, "world_size": 8},
-    },
+    "AdamW": ALONE | OF_STATE | OF_ADAMW | CORRECTED,
+    "Lamb": ALONE | OF_STATE | {"eps inside": {"options": {"eps_inside_sqrt": True}}},
+    "OneBitLion": CORRECTED | {f"mean, W = {w}": {"options": {"aggregation": "mean"}, "world_size": w} for w in (2, 8)},
     "ZeroOneAdam": COMPRESSING,
     "ZeroOneAdam with own variances": {},
     "MarsitSGD": OF_ROUNDS | {"no momentum": {"options": {"momentum": 0.0}}},
@@ -432,10 +432,11 @@ IN_PROCESSES = ((hierarchy, 4), (shards, 4), (overlap, 2))
 
 
 def keys_of_all() -> tuple[set[Key], dict[str, set[str]]]:
-    """Return the launch keys of all whole steps, and the phases that each optimizer was in."""
+    """Return the launch keys of all whole steps, and of ``pack``; and the phases that each optimizer was in."""
     warnings.simplefilter("ignore", FusedOneBitWarning)
     phases: dict[str, set[str]] = {}
     with recording() as keys:
+        pack(torch.ones(1024))  # for users: steps pack in the kernels that compress
         for name, run in runs().items():
             try:
                 phases.setdefault(name.split(",")[0], set()).update(take(run))

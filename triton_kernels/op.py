@@ -23,7 +23,7 @@ To add an op, write in one file:
    or the eager function called;
 4. if CPUs need it fast, ``KERNEL(name) {...}`` in one of ``native``'s C files: its arguments are those of the Triton
    kernel, printed from this declaration (``native.generate``), behind the range of programs;
-5. its name in ``__init__``, constants in ``benchmarks/audit_cases``, what arguments may be in ``tests/op_rules``.
+5. its name in ``__init__``, what arguments may be in ``tests/op_rules``.
 
 An op in which workers vote needs a rule alone: ``vote.vote_op``.
 
