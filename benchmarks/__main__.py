@@ -81,12 +81,12 @@ def _path(report: Report, name: str, folder: Path) -> Path:
 def _keeper(report: Report, name: str, folder: Path) -> Callable[[Report], None]:
     """What writes a case's record as it grows, with the facts of its beginning."""
     about, path = facts(report.device, report.dry_run), _path(report, name, folder)
-    return lambda grown: keep(grown.record(name, about), path)
+    return lambda grown: keep(grown.record(name, about), path, str)
 
 
 def _write(report: Report, name: str, folder: Path) -> None:
     record, path = report.record(name), _path(report, name, folder)
-    keep(record, path)
+    keep(record, path, str)
     print(path)
     draw = CASES[name].draw
     if draw is None or not record["complete"]:

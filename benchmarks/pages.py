@@ -37,10 +37,10 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def keep(record: Any, path: Path) -> None:
-    """Write a record, where need be into a new folder; what JSON does not know becomes text."""
+def keep(record: Any, path: Path, default: type[str] | None = None) -> None:
+    """Write a record, where need be into a new folder; with ``default=str`` what JSON does not know becomes text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(record, indent=1, default=str) + "\n")
+    replace_text(path, json.dumps(record, indent=1, default=default) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from observe import caught, fingerprint, parameters, train
 from optimizers import MAKE, objects
-from ranks import run_ranks
+from ranks import run_ranks, simulate
 from torch.nn import Parameter
 
 from fusedonebit import CollectiveError, DisagreementError, FusedOneBitWarning, MarsitSGD, OneBitAdam, Wire, ZeroOneAdam
@@ -163,6 +163,56 @@ def test_groups_added_differently_are_refused_on_every_rank():
             assert issubclass(kind, ValueError), case
             assert ("(9,)" in message and "(8,)" in message) or "eps must be a finite number >= 0, got -1.0" in message
             assert (groups, bits) == (1, ranks[0][3]), case
+
+
+# ---------------------------------------------------------------- what all pass alike, and is wrong
+
+NAN, INF = float("nan"), float("inf")
+TORUS, MOST = {"topology": "torus"}, "compensation_limit must be a finite number >= 0 or None, got"
+MARSITS: list[tuple[str, int, dict[str, Any], str]] = [
+    ("MarsitSGD", 2, {"topology": "tree"}, "topology must be one of 'ring', 'torus', 'owner', got 'tree'"),
+    ("MarsitSGD", 4, TORUS | {"rows": 3}, "rows must be one of [2] for a torus of 4 workers, or None, got 3"),
+    ("MarsitSGD", 4, TORUS | {"rows": 2.0}, "rows must be an int or None, got 2.0"),
+    ("MarsitSGD", 3, TORUS, "needs a world size that is a product of two numbers >= 2, got 3"),
+    ("MarsitSGD", 1, TORUS, "needs a world size that is a product of two numbers >= 2, got 1"),
+    ("MarsitSGD", 2, {"rows": 2}, 'rows must be None unless topology is "torus", got 2'),
+    *(
+        ("MarsitSGD", 2, {"full_precision_every": bad}, f"full_precision_every must be an int >= 0, got {bad}")
+        for bad in (-1, 2.5)
+    ),
+    *(("MarsitSGD", 2, {"local_steps": bad}, f"local_steps must be an int >= 1, got {bad}") for bad in (0, True)),
+    (
+        "MarsitSGD",
+        2,
+        {"local_steps": 2, "stochastic_rounding": True},
+        "stochastic_rounding must be False with local_steps=2, got True",
+    ),
+    ("MarsitSGD", 2, {"seed": -1}, "seed must be an int >= 0, got -1"),
+    ("MarsitSGD", 2, {"momentum": 1.5}, "momentum must be a number in [0, 1), got 1.5"),
+    ("MarsitSGD", 2, {"global_ratio": 0}, "global_ratio must be a finite number > 0, got 0"),
+    ("MarsitAdam", 2, {"global_ratio": NAN}, "global_ratio must be a finite number > 0, got nan"),
+    ("MarsitAdam", 2, {"eps": 0}, "eps must be > 0, got 0"),
+    *(("MarsitSGD", 2, {"compensation_limit": bad}, f"{MOST} {bad}") for bad in (-1, INF)),
+    ("MarsitSGD", 2, {"lr": -0.1}, "lr must be a finite number >= 0, got -0.1"),
+    ("MarsitAdam", 2, {"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)"),
+    ("MarsitAdam", 2, {"weight_decay": -1.0}, "weight_decay must be a finite number >= 0, got -1.0"),
+    ("MarsitSGD", 2, {"nonfinite": "ignore"}, "nonfinite must be one of 'skip', 'raise', got 'ignore'"),
+    *(
+        (name, 2, {"capturable": True}, "capturable must be False, got True: what a step does depends on its place")
+        for name in ("MarsitSGD", "MarsitAdam")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "options", "message"), MARSITS, ids=str)
+def test_marsits_bad_arguments_are_one_clear_error_on_all(name, world_size, options, message):
+    def construct(rank: int, transport: Any) -> tuple[type | None, str]:
+        return caught(lambda: MAKE[name](make(), process_group=transport, **options))
+
+    first, *others = simulate(construct, world_size)
+    assert others == [first] * (world_size - 1)
+    assert first[0] in (TypeError, ValueError)
+    assert message in first[1]
 
 
 # ---------------------------------------------------------------- whatever one rank passes

@@ -36,7 +36,7 @@ def total_of(title: str, seen: dict[str, Counter[str]]) -> Counter[str]:
 @pytest.mark.long(but=("few-KeyboardInterrupt", "few-MemoryError", "few-StopError", "few-Ctrl-C"))
 @pytest.mark.parametrize("what", MOMENTS)
 @pytest.mark.parametrize(("count", "names"), [FEW, MANY])
-def test_what_stops_a_step_at_any_line_leaves_a_whole_one_or_none(count, names, what):
+def test_what_stops_a_step_at_a_line_leaves_a_whole_one_or_none(count, names, what):
     trials = {name: (interrupts.trial(name, seed, MOMENTS[what]) for seed in range(count)) for name in names}
     total = total_of(f"{what} at a line", {name: Counter(verdicts) for name, verdicts in trials.items()})
     assert total[HALF] == 0

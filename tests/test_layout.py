@@ -132,7 +132,7 @@ def test_a_segment_is_all_or_one_tensor_or_4096_of_its_elements(layouts):
 
 @pytest.mark.parametrize("scope", SCOPES)
 @every_layout
-def test_segments_rise_without_gaps_and_slots_from_each_chunks_zero(layouts, scope):
+def test_segments_rise_without_gaps_and_slots_in_each_chunk(layouts, scope):
     for layout in layouts:
         segments, (slots, needed) = layout.scale_segments(scope), layout.scale_slots(scope)
         assert segments.dtype is torch.int64
@@ -221,7 +221,7 @@ def live_bits(layout: FlatLayout, **kwargs) -> list[bool]:
 
 
 @every_layout
-def test_real_elements_are_live_full_and_empty_blocks_share_rows(layouts):
+def test_real_elements_are_live_full_or_empty_blocks_share_rows(layouts):
     for layout in layouts:
         assert live_bits(layout) == [entry is not None for entry in owners(layout)]
         table = live_table(layout)

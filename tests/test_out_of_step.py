@@ -80,20 +80,6 @@ def test_skipped_or_repeated_steps_raise_at_the_next_exchange(name, wrong, steps
     assert steps_of[1] - steps_of[0] == 1
 
 
-def test_in_the_compression_stage_both_numbers_are_named():
-    def run(rank: int, transport: Transport) -> str:
-        _, optimizer = make("onebit-adam", process_group=transport)
-        train(optimizer, rank, range(10))
-        if rank == 0:
-            give_gradients(optimizer, rank, 10)
-        return named(optimizer.step)[1]
-
-    for text in simulate(run, 2):
-        assert text.startswith("ranks are out of step after 10 updates: ")
-        assert f"11 steps on rank 0, 10 on rank 1 ({SKIPS}" in text
-        assert "model.zero_grad()" in text
-
-
 # ---------------------------------------------------------------- what ranks may do differently
 
 
@@ -194,7 +180,7 @@ def test_what_ranks_may_do_differently_raises_no_alarm(name):
     simulate(run, 2)
 
 
-def test_closures_on_one_rank_and_what_all_do_alike_raise_no_alarm():
+def test_closures_and_what_all_ranks_do_alike_raise_no_alarm():
     """All repeat steps, and throw gradients away, equally often."""
 
     def run(rank: int, transport: Transport) -> None:
@@ -276,7 +262,9 @@ def test_the_count_goes_on_in_a_checkpoint_beyond_32_bits():
 
     for steps, first in ((None, 5), (2**31 - 3, 2**31 - 3), (2**32 - 3, 2**32 - 3)):
         for text in simulate(run, 2, steps):
-            assert f"{(first + 3) % 2**32} steps on rank 0, {(first + 4) % 2**32} on rank 1" in text
+            assert f"{(first + 3) % 2**32} steps on rank 0, {(first + 4) % 2**32} on rank 1 ({SKIPS}" in text
+            assert text.startswith("ranks are out of step after ")
+            assert "model.zero_grad()" in text
 
 
 def repeat_with_overlap(rank: int, world_size: int) -> tuple[str, str, bool]:

@@ -105,7 +105,7 @@ def test_a_resumed_run_repeats_no_step_and_counts_bytes_on(tmp_path: Path):
     assert [s["first_step"] for s in lines(tmp_path, "starts.jsonl") if s["optimizer"] == "mine"] == [1, 6]
 
 
-def test_a_run_that_begins_again_or_goes_back_replaces_its_records(tmp_path: Path):
+def test_a_run_that_begins_anew_or_goes_back_replaces_records(tmp_path: Path):
     for loss, steps, starts in ((1.0, (1, 2, 3), [1]), (2.0, (1, 2, 3, 2, 3, 4), [1, 2]), (3.0, (1, 2), [1])):
         with Recorder(tmp_path, small(freeze_step=2), every=1) as recorder:
             for step in steps:

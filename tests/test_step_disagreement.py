@@ -144,6 +144,7 @@ def bad_number(
     stats, still = optimizer.stats(), fingerprint(parameters(optimizer)) == before
     marsits = name in MARSIT
     keeps = not (marsits and bad and length == 1) or bool(optimizer.momentum(first)[3, 4] == moment[3, 4])
+    keeps &= marsits or float(optimizer.state[first]["step"]) == steps
     finite = not marsits or all(bool(c.isfinite().all()) for c in kept(optimizer))
     train(optimizer, rank, range((steps + 1) * length, (steps + 7) * length))
     warned = [str(w.message) for w in seen if issubclass(w.category, FusedOneBitWarning)]

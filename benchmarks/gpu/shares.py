@@ -90,7 +90,7 @@ class _Record:
 
     def _write(self, complete: bool = False, at_once: bool = True) -> None:
         if at_once or time.monotonic() - self._written > EVERY:
-            keep({"complete": complete, "tests": self._tests}, self._path)
+            keep({"complete": complete, "tests": self._tests}, self._path, str)
             self._written = time.monotonic()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

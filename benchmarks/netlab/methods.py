@@ -44,11 +44,6 @@ class Timed:
         """The other transport's."""
         return self._transport.traffic
 
-    @property
-    def seconds(self) -> float:
-        """In all spans."""
-        return sum(end - begin for begin, end in self.spans)
-
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
         began = time.perf_counter()
         result = call(*arguments)
