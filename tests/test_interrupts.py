@@ -229,7 +229,7 @@ def test_saving_by_half_is_no_state(share):
 
 def test_released_gradients_update_whole_or_the_optimizer_closes():
     verdicts = Counter[str]()
-    for share in (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+    for share in (0.02, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95):
         params = [torch.nn.Parameter(torch.ones(600)) for _ in range(2)]
         optimizer = AdamW(params, wire=Wire(release_gradients=True))
 
@@ -240,10 +240,15 @@ def test_released_gradients_update_whole_or_the_optimizer_closes():
         optimizer.step()
         with at_line(-1, ctrl_c) as lines:
             backward()
-        optimizer.step()
-        went = [p.detach().clone() for p in params]
-        with pytest.raises(StopError), at_line(int(share * lines[0]), stop(StopError)):
-            backward()
+        stopped = False
+        while not stopped:  # some passes are shorter, as tensors lie where they have lain
+            optimizer.step()
+            went = [p.detach().clone() for p in params]
+            try:
+                with at_line(int(share * lines[0]), stop(StopError)):
+                    backward()
+            except StopError:
+                stopped = True
         if optimizer.frame.steps.broken:
             with pytest.raises(CollectiveError, match="interrupted"):
                 optimizer.step()
