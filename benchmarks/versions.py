@@ -3,19 +3,16 @@
 Whole steps, and the kernels in C by themselves. Each version runs in processes of its own, from a folder of its own
 with its own compiled C, and the two take turns call by call, so that what disturbs the machine disturbs both alike.
 Memory lies elsewhere in each process, which makes a difference of per cents: hence several pairs of processes.
-Beside that, the lines of each folder of the library. The record is ``benchmarks/results/versions.json``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +22,6 @@ import torch
 from .registry import Report
 
 ROOT = Path(__file__).parents[1]
-RECORD = Path(__file__).with_name("results") / "versions.json"
 WORKER = Path(__file__).with_name("versions_worker.py")
 NUMEL, PAIRS, ROUNDS = 1 << 23, 3, 31
 LEAST, LONG = 5, 3000.0
@@ -34,19 +30,11 @@ LEAST, LONG = 5, 3000.0
 STEPS = ("OneBitAdam", "OneBitLamb", "OneBitLion", "OneBitAdam, warm-up", "OneBitLamb, warm-up", "Lamb")
 KERNELS = (
     *("flatten", "gradient_squares", "momentum_compress", "momentum_compress, preconditioned", "server_reduce"),
-    *("apply_momentum", "apply_momentum, preconditioned", "adam_update", "add_values"),
-    *("lamb_update", "lamb_move", "lamb_ratio", "lamb_ratio, preconditioned"),
-    *("lion_compress", "local_update", "merge_signs", "pick_owned", "place_owned"),
-    *("local_step", "local_step, preconditioned", "rebuild_momentum, preconditioned"),
+    *("apply_momentum", "apply_momentum, preconditioned", "adam_update", "lamb_update", "lamb_move"),
+    *("lamb_ratio", "lamb_ratio, preconditioned", "lion_compress"),
 )
 """Ops that either version has in C."""
-DELETED = ("merge_signs", "pick_owned", "place_owned", "local_step", "rebuild_momentum")
-"""Of those, what has been eager torch since formulas are written once."""
 LIMITS = {"step": 1.05, "kernel": 1.1}
-
-LIBRARY = ("fusedonebit", "comm", "triton_kernels")
-APPLICATIONS = {"apps", "deepspeed", "lab", "migrate", "plan", "report", "train"}
-"""Folders of ``fusedonebit/``: the first has the others since they have been put into it."""
 
 
 class Version:
@@ -122,64 +110,24 @@ def compare(folders: Sequence[Path], numel: int, pairs: int, rounds: int, report
             "old min": min(old),
             "new min": min(new),
         }
-        kind, _, what = name.partition(" ")
-        deleted = what.partition(",")[0] in DELETED
-        limit = "no C any more" if deleted else report.limit(ratio, at_most=LIMITS[kind])
+        limit = report.limit(ratio, at_most=LIMITS[name.partition(" ")[0]])
         table.add(**row, **{"of minima": row["new min"] / row["old min"], "limit": limit})
 
 
-def lines(folder: Path) -> Counter[str]:
-    """Lines of each folder of the library and its applications, in Python and C."""
-    found: Counter[str] = Counter()
-    for top in LIBRARY:
-        for path in (folder / top).rglob("*.*"):
-            # fusedonebit/comm is a link to comm/.
-            if path.suffix in (".py", ".c", ".h") and not any(parent.is_symlink() for parent in path.parents):
-                found[str(path.parent.relative_to(folder))] += len(path.read_text().splitlines())
-    return found
-
-
-def count(folders: Sequence[Path], report: Report) -> None:
-    """Adds a row for each folder that either version has, and for all that is not an application."""
-    old, new = map(lines, folders)
-    table = report.table("lines of the library, in Python and C", {"folder": "<40", "old": ">8,", "new": ">8,"})
-    for name in sorted(old | new):
-        table.add(folder=name, old=old[name], new=new[name])
-    told = [sum(n for name, n in found.items() if not APPLICATIONS & {*Path(name).parts}) for found in (old, new)]
-    table.add(folder="all but applications", old=told[0], new=told[1])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=(__doc__ or "").split(":")[0])
     parser.add_argument("old", metavar="COMMIT")
     parser.add_argument("new", metavar="COMMIT", nargs="?", default="HEAD")
-    parser.add_argument("--out", type=Path, default=RECORD, help="file of the record")
     parser.add_argument("--numel", type=int, help="parameters, and elements of a kernel's tensors")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of processes")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each call in each pair")
-    parser.add_argument("--lines", action="store_true", help="count lines and measure nothing")
     given = parser.parse_args(arguments)
     report = Report(torch.device("cpu"), given.numel)
     with tempfile.TemporaryDirectory() as temporary:
         folders = [Path(temporary) / name for name in ("old", "new")]
         for commit, folder in zip((given.old, given.new), folders, strict=True):
             extract(commit, folder)
-        count(folders, report)
-        if given.lines:
-            return
         compare(folders, given.numel or NUMEL, given.pairs, given.rounds, report)
-    report.complete = True
-    record = report.record("versions") | {"versions": {"old": name_of(given.old), "new": name_of(given.new)}}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(given.out)
-
-
-def name_of(commit: str) -> str:
-    """The commit's name in hexadecimal digits."""
-    command = ["git", "rev-parse", "--short=12", f"{commit}^{{commit}}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

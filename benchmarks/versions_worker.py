@@ -17,7 +17,7 @@ import fusedonebit
 from benchmarks.loopback import Loopback
 from benchmarks.optimizers import LR, OURS, Step, lamb, parameters
 from benchmarks.timing import Call
-from benchmarks.workload import OF_TWO_WORKERS, Workload
+from benchmarks.workload import Workload
 from fusedonebit.triton_kernels import using
 
 TENSORS, WARMUP = 64, 3
@@ -32,7 +32,7 @@ def made(name: str, numel: int) -> Call:
         workload = Workload(
             [numel // TENSORS] * TENSORS,
             torch.device("cpu"),
-            2 if what in OF_TWO_WORKERS else 1,
+            2 if what == "server_reduce" else 1,
             preconditioned=how == "preconditioned",
         )
         return workload.call(what)
