@@ -235,7 +235,7 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback():
 def test_no_table_needs_matplotlib(without, text, tmp_path, capsys):
     without("matplotlib")
     assert main(PLAN) == 0
-    assert capsys.readouterr().out.startswith("Don't compress where a step computes for more than ")
+    assert capsys.readouterr().out.startswith("Compress where a step computes for less than ")
     drawn = "fusedonebit: this command needs matplotlib: pip install matplotlib"
     assert refused(capsys, *PLAN, "--out", str(tmp_path)) == drawn
     assert main(["train", *SMALL, "--steps", "4", "--text", text, "--out", str(tmp_path)]) == 0

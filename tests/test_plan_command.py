@@ -152,7 +152,7 @@ def test_steps_that_no_rate_explains_are_an_error():
         (Plan(340 * 10**6, 1, TYPICAL), "Don't compress: one GPU sends nothing"),
         (Plan(340 * 10**6, 8, TYPICAL, 10.0), "Don't compress: bf16 all-reduce (bf16_compress_hook) takes 10 s a step"),
         (Plan(10**9, 64, Network(400e9), 1.0), "Don't compress: bf16 all-reduce"),
-        (Plan(340 * 10**6, 8, TYPICAL), "Don't compress where a step computes for more than 1"),
+        (Plan(340 * 10**6, 8, TYPICAL), "Compress where a step computes for less than 1"),
         (Plan(10, 16384, TYPICAL), "Don't compress: bf16 all-reduce (bf16_compress_hook) takes 364 us for messages"),
         (Plan(10**9, 64, Network(5e8), 1.0), "Compress: "),
     ],

@@ -35,8 +35,8 @@ def advice(plan: Plan) -> list[str]:
     baseline, ours = _named(plan, BASELINE), _named(plan, best)
     if plan.compute is None and (until := plan.pays_until()):
         lines = [
-            f"Don't compress where a step computes for more than {duration(until)} (--step-ms tells): there "
-            f"{baseline} is as fast within {LEAST_SPEEDUP - 1:.0%}. Where it computes for less, {ours} pays"
+            f"Compress where a step computes for less than {duration(until)} (--step-ms tells): there {ours} pays. "
+            f"Where it computes for more, {baseline} is as fast within {LEAST_SPEEDUP - 1:.0%}"
         ]
     elif plan.pays:
         lines = [f"Compress: {_told(plan, best)}"]
