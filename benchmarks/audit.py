@@ -2,8 +2,8 @@
 
 It prints a table of kernels and targets: bytes per element, registers, spills and instructions. ``limits.json`` has a
 line for each kernel with the worst that is accepted: these, barriers, and the narrowest load and store of a flat
-float32 operand. ``--check`` exits with 1 where a number got worse. ``--update`` records what whole steps launch, which
-takes minutes, and writes the kernels and today's numbers.
+float32 operand (in AMD's code the widest). ``--check`` exits with 1 where a number got worse. ``--update`` records what
+whole steps launch, which takes minutes, and writes the kernels and today's numbers.
 
 Bytes are those of one full block, counted in Triton's own IR, where a load names the shape of what it loads: unmasked
 tensor loads and stores (blocks that are padded or masked take other paths), and the scalars a block reads. Widths,
