@@ -173,6 +173,7 @@ def record() -> dict[str, Any]:
     return found
 
 
+@cache
 def named() -> dict[str, Kernel]:
     """Return the recorded kernels by their names."""
     return {line.get("name", key): Kernel.of(key) for key, line in record()["kernels"].items()}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from fusedonebit.apps.plan import METHODS, Network
@@ -173,8 +172,3 @@ def wire_seconds(parameters: float, world_size: int, network: Network) -> dict[s
 
 
 WAYS = ("flat", "hierarchical-bf16", "marsit-owner", "bf16")
-
-
-def exponent(xs: list[float], ys: list[float]) -> float:
-    """Of the power law through the last two points: 1 is linear."""
-    return math.log(ys[-1] / ys[-2]) / math.log(xs[-1] / xs[-2])

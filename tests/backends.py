@@ -128,13 +128,3 @@ def of_somebody(x: Tensor, arguments: Any) -> Tensor:
 def differing(at: Sequence[int], expected: Tensor, found: Tensor) -> str:
     index = tuple(at)
     return f"at {at} {found[index].item()} where torch has {expected[index].item()}"
-
-
-def assert_equal_functions(function: Callable[[], Tensor]) -> None:
-    """What a function returns must have equal bits on all backends."""
-    with using("plain"):
-        expected = function()
-    for backend in compared([expected]):
-        with using(backend):
-            found = function()
-        assert torch.equal(bits_of(expected), bits_of(found)), backend

@@ -20,7 +20,6 @@ from fusedonebit.optim.policies import Progress
 MARSIT = {"sgd": by_name(MarsitSGD), "adam": by_name(MarsitAdam)}
 EACH = pytest.mark.parametrize("name", MARSIT)
 PLACES = [("ring", 2), ("owner", 2), ("torus", 4)]
-EACH_PLACE = pytest.mark.parametrize(("topology", "world_size"), PLACES)
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:

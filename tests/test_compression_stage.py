@@ -16,7 +16,7 @@ from ranks import WORLD_SIZES, run_ranks, simulate
 from torch import Tensor
 from torch.nn import Parameter
 
-from benchmarks.shapes import MODELS, bert_large, sizes
+from benchmarks.shapes import bert_large, sizes
 from fusedonebit import OneBitAdam
 from fusedonebit.comm import Messages, Transport
 from fusedonebit.core.optimizer import DistributedOptimizer
@@ -130,10 +130,6 @@ def test_wire_bytes_of_bert_large_are_two_bits_per_parameter(world_size, scale_s
     ratio = wire_bytes(counts, world_size, scale_scope) / (2 * real / 8)
     print(f"BERT-Large, {real:,} elements, W={world_size}, {scale_scope}: bytes / (2 n/8): {ratio:.5f} (limit 1.01)")
     assert 1.0 <= ratio <= 1.01
-    for name, shapes in MODELS.items():
-        others = sizes(shapes())
-        ratio = wire_bytes(others, world_size, scale_scope) / (2 * sum(others) / 8)
-        print(f"{name}: bytes / (2 n/8) at W={world_size}: {ratio:.4f}")
 
 
 # ---------------------------------------------------------------- what is kept
