@@ -256,14 +256,14 @@ def measure() -> None:
 
 def draw(runs: Sequence[Record], signs: Mapping[str, Any], times: Sequence[Record], path: Path) -> None:
     """The page: table 2 and figures 1b, 3 and 5."""
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
-    _draw_accuracies(axes[0, 0], runs)
-    _draw_signs(axes[0, 1], signs)
-    _draw_every(axes[1, 0], runs)
-    _draw_times(axes[1, 1], times)
-    for axis in axes.flat:
+    figure, axes = plt.subplots(4, 1, figsize=(6.4, 15), layout="constrained")
+    _draw_accuracies(axes[0], runs)
+    _draw_signs(axes[1], signs)
+    _draw_every(axes[2], runs)
+    _draw_times(axes[3], times)
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25, axis="x" if axis is axes[1, 1] else "y")
+        axis.grid(alpha=0.25, axis="x" if axis is axes[3] else "y")
         axis.set_axisbelow(True)
     save(figure, path, dpi=120)
 
@@ -280,7 +280,7 @@ def _draw_accuracies(axis: Axes, runs: Sequence[Record]) -> None:
         axis.bar(places, means, width * 0.9, yerr=errors, label=name, color=colour, error_kw=thin)
     axis.set(xticks=range(len(tasks)), xticklabels=tasks, ylim=(65, 100.5), ylabel="held-out accuracy, %")
     axis.set_title(f"Table 2: {WORKERS} workers, three seeds", fontsize=10)
-    axis.legend(frameon=False, fontsize=7, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.06))
+    axis.legend(frameon=False, fontsize=9, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.06))
 
 
 def _draw_signs(axis: Axes, signs: Mapping[str, Mapping[str, float]]) -> None:

@@ -226,15 +226,15 @@ GPU_MEMORY = 141
 def plot(found: dict[str, Any], path: Path) -> None:
     """Draws four panels to a PNG."""
     rows = [r for r in found["predicted"] if r["optimizer"] == "adam"]
-    figure, axes = plt.subplots(2, 2, figsize=(12.5, 9), layout="constrained")
-    _kernels(axes[0, 0], rows)
-    _memory(axes[0, 1], rows, found)
-    _network(axes[1, 0], rows)
-    _overhead(axes[1, 1], rows)
-    clear(axes.flat)
-    for axis in axes.flat:
-        axis.legend(frameon=axis is axes[0, 1], edgecolor="none", fontsize=8.5)
-    figure.suptitle("One rank of 1-bit Adam, compression stage, fp32, transformers; H200, NVLink, 400 Gbit/s a node")
+    figure, axes = plt.subplots(4, 1, figsize=(6.4, 16), layout="constrained")
+    _kernels(axes[0], rows)
+    _memory(axes[1], rows, found)
+    _network(axes[2], rows)
+    _overhead(axes[3], rows)
+    clear(axes)
+    for axis in axes:
+        axis.legend(frameon=axis is axes[1], edgecolor="none", fontsize=9)
+    figure.suptitle("One rank of 1-bit Adam: transformers, fp32, compression stage;\nH200, NVLink, 400 Gbit/s a node")
     save(figure, path, dpi=140)
 
 
@@ -250,7 +250,7 @@ def _kernels(axis: Axes, rows: list[dict[str, Any]]) -> None:
         floor = [1e3 * r["kernels_s"]["memory"] for r in some]
         axis.plot(x, floor, ":", color=colour, linewidth=1, label="of that, memory traffic" if ranks == 2 else None)
     axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel="ms a step, messages not counted")
-    axis.set_title("Kernels and launches (predicted): linear, above a fixed cost of launches")
+    axis.set_title("Kernels and launches, predicted:\nlinear, above a fixed cost of launches", fontsize=10)
 
 
 def _memory(axis: Axes, rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def _memory(axis: Axes, rows: list[dict[str, Any]], found: dict[str, Any]) -> No
     axis.axhline(GPU_MEMORY, color="#b03a2e", linewidth=1)
     axis.text(1.5e8, GPU_MEMORY * 1.25, "memory of one H200", color="#b03a2e", fontsize=8.5)
     axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel="GB", ylim=(4e-4, 2e4))
-    axis.set_title("Memory of one rank: linear in parameters, not in ranks")
+    axis.set_title("Memory: linear in parameters, not in ranks", fontsize=10)
 
 
 def _network(axis: Axes, rows: list[dict[str, Any]]) -> None:
@@ -276,7 +276,7 @@ def _network(axis: Axes, rows: list[dict[str, Any]]) -> None:
     axis.plot(x, [1e3 * sum(r["kernels_s"].values()) for r in some], "k:", marker="x", label="kernels and launches")
     axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms a step")
     axis.set_xticks(x, [f"{n:,}" for n in x], fontsize=8.5)
-    axis.set_title("Messages of $10^9$ parameters (the planner's model): flat pays for each peer")
+    axis.set_title("Messages of $10^9$ parameters, by the planner's model:\nflat pays for each peer", fontsize=10)
 
 
 def _overhead(axis: Axes, rows: list[dict[str, Any]]) -> None:
@@ -287,7 +287,7 @@ def _overhead(axis: Axes, rows: list[dict[str, Any]]) -> None:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel="bits on the wire for each parameter's one")
     axis.set_yticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
-    axis.set_title("Headers, scales and padding: a small model on many ranks")
+    axis.set_title("Headers, scales and padding of small models on many ranks", fontsize=10)
 
 
 def everything(largest_built: int) -> dict[str, Any]:
