@@ -50,37 +50,40 @@ def plot_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 # What is recorded of each layer, and which of 1-bit LAMB's figures shows it.
 _LAYER_PANELS = (
-    ("coefficient", "coefficient c (figure 1)"),
-    ("variance_norm", "norm of the variance (figure 2)"),
-    ("ratio", "ratio r (figure 3)"),
+    ("coefficient", "c, how far LAMB scales a layer's update (figure 1)"),
+    ("variance_norm", "norm of a layer's variance v (figure 2)"),
+    ("ratio", "r, by which c follows v once bits are sent (figure 3)"),
 )
 
 
 def plot_layers(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw what LAMB does to each layer to a PNG: one row per optimizer, one line per layer."""
-    records = [r for r in records if "coefficient" in r.get("layers", {"coefficient": ()})]  # those of LAMB
-    names = list(dict.fromkeys(r["optimizer"] for r in records if "layers" in r))
-    figure, rows = plt.subplots(len(names), 3, figsize=(13, 3.4 * len(names)), squeeze=False, layout="constrained")
+    """Draw what LAMB does to each layer to a PNG: up to three panels per optimizer, one line per layer."""
+    of: dict[str, list[dict[str, Any]]] = {}
+    for r in records:
+        if "coefficient" in r.get("layers", ()):  # those of LAMB
+            of.setdefault(r["optimizer"], []).append(r)
+    panels = [
+        (name, key, title)
+        for name, seen in of.items()
+        for key, title in _LAYER_PANELS
+        if key != "ratio" or any(r != 1.0 for one in seen for r in one["layers"][key])  # else nothing adapts
+    ]
+    size = (6.4, 2.5 * len(panels) + 1)
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
-    for name, axes in zip(names, rows, strict=True):
-        runs = [r for r in records if r["optimizer"] == name]
-        seen = [r for r in runs if "layers" in r]
+    for (name, key, title), axis in zip(panels, axes.flat, strict=True):
+        seen = of[name]
         # Layers that differ in the number of their block share a colour.
         kinds = [".".join(p for p in layer.split(".") if not p.isdigit()) for layer in seen[0]["layers"]["name"]]
         colours = {kind: plt.get_cmap("tab20")(i % 20) for i, kind in enumerate(dict.fromkeys(kinds))}
-        frozen = next((r["step"] for r in runs if r["phase"] == "compression"), None)
-        for axis, (key, title) in zip(axes, _LAYER_PANELS, strict=True):
-            if key == "ratio" and all(r == 1.0 for one in seen for r in one["layers"][key]):
-                axis.set_axis_off()  # nothing adapts
-                continue
-            for layer, kind in enumerate(kinds):
-                ys = [r["layers"][key][layer] for r in seen]
-                handles[kind] = axis.plot([r["step"] for r in seen], ys, color=colours[kind], linewidth=1)[0]
-            if frozen is not None:
-                axis.axvline(frozen, color="black", linestyle="--", linewidth=1)
-            axis.set(xlabel="step", yscale="linear" if key == "ratio" else "log")
-            axis.set_title(f"{name}: {title}", fontsize=9)
-            clear([axis])
-    title = "one line per layer"
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8, title=title)
+        for layer, kind in enumerate(kinds):
+            ys = [r["layers"][key][layer] for r in seen]
+            handles[kind] = axis.plot([r["step"] for r in seen], ys, color=colours[kind], linewidth=1)[0]
+        if (frozen := next((r["step"] for r in seen if r["phase"] == "compression"), None)) is not None:
+            axis.axvline(frozen, color="black", linestyle="--", linewidth=1)
+        axis.set(xlabel="step", yscale="linear" if key == "ratio" else "log")
+        axis.set_title(f"{name}: {title}", fontsize=9)
+    clear(axes.flat)
+    title = "one line per layer; dashed: bits from here on"
+    figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncol=2, frameon=False, title=title)
     save(figure, path)
