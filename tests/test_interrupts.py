@@ -245,7 +245,7 @@ def test_released_gradients_update_whole_or_the_optimizer_closes():
             optimizer.step()
             went = [p.detach().clone() for p in params]
             try:
-                with at_line(int(share * lines[0]), stop(StopError)):
+                with at_line(int(share * lines[0]), stop(StopError)) as lines:
                     backward()
             except StopError:
                 stopped = True
