@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from optimizers import by_name, objects
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import MarsitAdam, MarsitSGD, ZeroOneAdam
+from fusedonebit import FusedOneBitWarning, MarsitAdam, MarsitSGD, ZeroOneAdam
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.core.sharding import local
 from fusedonebit.optim.policies import Progress
@@ -37,6 +39,16 @@ def set_gradients(optimizer: DistributedOptimizer, rank: int, step: int) -> None
 def train(optimizer: DistributedOptimizer, rank: int, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         set_gradients(optimizer, rank, step)
+        optimizer.step()
+
+
+def step_once(optimizer: DistributedOptimizer, rank: int, step: int, bad: Collection[int]) -> None:
+    """Step, with a NaN on rank 1 in the steps ``bad``."""
+    set_gradients(optimizer, rank, step)
+    if step in bad and rank == 1:
+        parameters(optimizer)[0].grad[0, 0] = float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedOneBitWarning)
         optimizer.step()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from dcp_runs import train as train_model
 from observe import caught, change_header, fingerprint, parameters, through_a_file
 from optimizers import objects
 from ranks import run_ranks, simulate
-from rounds import MARSIT, PLACES, Script, make, make_parameters, momenta, own_state, set_gradients, train, variances
+from rounds import MARSIT, PLACES, Script, make, make_parameters, momenta, own_state, step_once, train, variances
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -56,12 +55,7 @@ def resume(rank: int, transport: Transport | None, name: str, dtype: torch.dtype
     bad, steps = ((1, 7), 16) if name in MARSIT else ((1, 4, 8, 13), 18)  # 18 end within a round
 
     def take(optimizer: Any, step: int) -> str:
-        set_gradients(optimizer, rank, step)
-        if step in bad and rank == 1:
-            parameters(optimizer)[0].grad[0, 0] = float("nan")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FusedOneBitWarning)
-            optimizer.step()
+        step_once(optimizer, rank, step, bad)
         return optimizer.phase + fingerprint([*parameters(optimizer), *momenta(optimizer)])
 
     def told(optimizer: Any) -> dict:

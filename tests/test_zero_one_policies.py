@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from hypothesis import strategies as st
 from observe import caught, fingerprint, parameters
 from optimizers import objects
 from ranks import WORLD_SIZES, run_ranks, simulate
-from rounds import EveryRound, Script, make, make_parameters, momenta, set_gradients, train
+from rounds import EveryRound, Script, make, make_parameters, momenta, set_gradients, step_once, train
 from torch.nn import Parameter
 
-from fusedonebit import DisagreementError, FusedOneBitWarning, ZeroOneAdam, policies
+from fusedonebit import DisagreementError, ZeroOneAdam, policies
 from fusedonebit.comm import Transport
 from fusedonebit.deepspeed import DeepSpeedRounds, DeepSpeedVariance
 from fusedonebit.optim.policies import Progress
@@ -107,12 +106,7 @@ def places(rank: int, world_size: int, steps: int, bad: tuple[int, ...]) -> tupl
     optimizer = make(make_parameters(), variance_policy=variance, sync_policy=rounds)
     phases = []
     for step in range(steps):
-        set_gradients(optimizer, rank, step)
-        if step in bad and rank == 1:
-            parameters(optimizer)[0].grad[0, 0] = float("nan")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FusedOneBitWarning)
-            optimizer.step()
+        step_once(optimizer, rank, step, bad)
         phases.append(optimizer.phase)
     renewing, bits = ([i for i, phase in enumerate(phases) if phase == kind] for kind in ("uncompressed", "one-bit"))
     return renewing, bits, optimizer.stats()["skipped_steps"]
