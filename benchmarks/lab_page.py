@@ -10,7 +10,7 @@ from benchmarks.lab.plots import plot, plot_toys
 from benchmarks.lab.publish import publish
 from benchmarks.lab.records import Records
 from benchmarks.lab.report import View, rates, rows, views
-from benchmarks.lab.tasks import TASKS
+from benchmarks.lab.tasks import FIRST
 
 from . import pages
 from .pages import DOCS, TABLES, markdown, write_tables
@@ -34,15 +34,15 @@ def headline_table(records: Records) -> str:
 
 def page_tables(records: Records) -> str:
     """Return the headline's tables that have all tasks, each under what it shows, ``LIVING``, ``VOTES``, and rates."""
-    whole = [v for v in views(records) if all(v.runs(records, task, name) for task in TASKS for name in HEADLINE)]
+    whole = [v for v in views(records) if all(v.runs(records, task, name) for task in FIRST for name in HEADLINE)]
     parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, HEADLINE))}" for view in whole]
-    living = [v for v in views(records) if v.parents and all(v.runs(records, task, LIVING[0]) for task in TASKS)]
+    living = [v for v in views(records) if v.parents and all(v.runs(records, task, LIVING[0]) for task in FIRST)]
     parts += [
         f"{view.title.capitalize()}, with a variance that lives:\n\n"
         f"{markdown(rows(records, view, ['adamw', 'onebit-adam', *LIVING]))}"
         for view in living
     ]
-    others = [v for v in living if v.by != 1 and all(v.runs(records, task, LAMB[1]) for task in TASKS)]
+    others = [v for v in living if v.by != 1 and all(v.runs(records, task, LAMB[1]) for task in FIRST)]
     parts += [f"{v.title.capitalize()}, LAMB:\n\n{markdown(rows(records, v, LAMB[:2]))}" for v in others]
     votes = rows(records, View(), ["adamw", *VOTES])
     parts.append(f"{View().title.capitalize()}, where ranks vote on signs:\n\n{markdown(votes)}")

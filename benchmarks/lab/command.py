@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizers", metavar="A,B", help="some of the optimizers (default: those of the headline)")
     add("--seeds", type=whole(1, 1000), default=5, help="paired seeds, from 0; others find the rates")
     add("--workers", metavar="M,N", default="4,16", help="simulated workers of the runs")
+    add(
+        "--alike",
+        metavar="A,B",
+        default="1",
+        help="shares, 0 to 1, of each worker's batch that are drawn from what all have; the rest is of classes, parts "
+        "of the text or users of its own, in tasks that have such",
+    )
     add("--rates", metavar="X,Y", default="1", help="multiples of the tuned rates, of 0.5, 1, 2")
     add("--parents", action="store_true", help="at the rates tuned for what each compresses, not searched for itself")
     add("--report", action="store_true", help="make no runs: print the tables of all that are there; with --out alone")
@@ -77,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     for multiple in by:
         if multiple not in MULTIPLES:
             raise InputError(f"--rates must be of {', '.join(f'{m:g}' for m in MULTIPLES)}, got {multiple:g}")
+    alike = _numbers("--alike", arguments.alike, "from 0 to 1, such as 0,0.5,1", lambda a: 0 <= a <= 1)
+    if min(alike) < 1:
+        tasks = _with_sources(tasks, named=bool(arguments.tasks))
     need("rich", "sklearn")
     from .launch import make
     from .publish import publish
@@ -93,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         searched = [(task, CONTENDERS[name].parent) for task, name in cells] if arguments.parents else cells
         failed += make(records, lambda: search(records, searched), "finding rates")
         counts = [int(n) for n in workers]
-        runs = partial(reported, records, cells, arguments.seeds, counts, by, arguments.parents)
+        runs = partial(reported, records, cells, arguments.seeds, counts, by, arguments.parents, alike)
         failed += make(records, runs, "runs")
     publish(records, Path(arguments.out))
     return 1 if failed else 0
@@ -103,7 +113,7 @@ def _check_alone(arguments: argparse.Namespace) -> None:
     """Refuse ``--report`` beside what chooses runs, which would change nothing."""
     flags = argparse.ArgumentParser()
     add_arguments(flags)
-    for name in ("tasks", "optimizers", "seeds", "workers", "rates", "parents"):
+    for name in ("tasks", "optimizers", "seeds", "workers", "alike", "rates", "parents"):
         if getattr(arguments, name) != flags.get_default(name):
             raise InputError(f"--report prints all that is there: leave --{name} out")
 
@@ -116,11 +126,28 @@ def _make_folder(out: Path) -> None:
         raise InputError(f"--out must be a folder that can be written, got {str(out)!r}: {error.strerror}") from None
 
 
-def _numbers(flag: str, text: str) -> list[float]:
+def _with_sources(tasks: Sequence[str], named: bool) -> list[str]:
+    """Return the tasks in which workers' data can differ; one that was named and can't is an InputError."""
+    from .tasks import TASKS
+
+    apart = [name for name in tasks if TASKS[name].sources]
+    if named and (other := [name for name in tasks if name not in apart]):
+        able = ", ".join(name for name, task in TASKS.items() if task.sources)
+        raise InputError(f"--alike below 1 needs tasks with classes, texts or users ({able}), got {other[0]!r}")
+    return apart
+
+
+def _positive(number: float) -> bool:
+    return 0 < number < math.inf
+
+
+def _numbers(
+    flag: str, text: str, which: str = "> 0, such as 1,2", fits: Callable[[float], bool] = _positive
+) -> list[float]:
     try:
         numbers = [float(part) for part in listed(text)]
     except ValueError:
         numbers = []
-    if not numbers or not all(0 < number < math.inf for number in numbers):
-        raise InputError(f"{flag} must be numbers > 0, such as 1,2; got {text!r}")
+    if not numbers or not all(map(fits, numbers)):
+        raise InputError(f"{flag} must be numbers {which}; got {text!r}")
     return list(dict.fromkeys(numbers))

@@ -141,8 +141,8 @@ def _paper(**numerics: Any) -> Any:
     return partial(_onebit_adam, numerics=replace(PAPER, **numerics), faults=UNGUARDED)
 
 
-of_adam = partial(Contender, parent="adamw", alike=True)
-of_lamb = partial(Contender, parent="lamb", lamb=True, alike=True)
+of_adam = partial(Contender, parent="adamw", batched=True)
+of_lamb = partial(Contender, parent="lamb", lamb=True, batched=True)
 apart = partial(Contender, parent="adamw", rate=0.3)
 
 STATES: tuple[StateKind, ...] = ("bf16", "8bit")

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,12 +75,12 @@ class Records:
         self._take(record)
 
     def _take(self, record: Record) -> None:
+        record = {"received": record["sent"], "alike": 1.0, **record}  # older ones have no others
         key = Key(*(record[field.name] for field in fields(Key)))
         if key.task not in TASKS or key.optimizer not in CONTENDERS:
             return
-        record = {"received": record["sent"], **record}  # older ones have no other
         _check(key, record)
-        if record["defaults"] == fingerprint(key.task, key.optimizer):
+        if record["defaults"] == fingerprint(key.task, key.optimizer, key.alike):
             self.found[key] = self._of_cell[key.task, key.optimizer][key] = record
 
     def of(self, task: str, optimizer: str) -> dict[Key, Record]:
@@ -90,7 +91,7 @@ class Records:
         """Return the mean metric of each rate that was tried on all seeds of the search; inf where one diverged."""
         by_rate = defaultdict(list)
         for key, record in self.of(task, optimizer).items():
-            if key.workers == TUNED_AT and key.seed in tuning.SEEDS:
+            if (key.workers, key.alike) == (TUNED_AT, 1) and key.seed in tuning.SEEDS:
                 by_rate[key.lr].append(math.inf if diverged(record) else record["metric"])
         return {lr: sum(found) / len(found) for lr, found in by_rate.items() if len(found) == len(tuning.SEEDS)}
 
@@ -105,8 +106,10 @@ def _check(key: Key, record: Record) -> None:
         raise TypeError("seed and workers must be whole numbers")
     metric = record["metric"]
     numbers = [key.lr, record["initial"], record["sent"], record["received"], *([] if metric is None else [metric])]
-    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
-        raise TypeError("lr, initial, sent, received and metric must be finite numbers")
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in [*numbers, key.alike]):
+        raise TypeError("lr, initial, sent, received, metric and alike must be finite numbers")
+    if not 0 <= key.alike <= 1:
+        raise ValueError("alike must be from 0 to 1")
     if min(numbers[:4]) <= 0 or (metric is not None and metric <= 0):
         raise ValueError("lr, initial, sent, received and metric must be > 0")
 
@@ -134,14 +137,24 @@ def search(records: Records, cells: Iterable[Cell]) -> list[Key]:
 
 
 def reported(
-    records: Records, cells: Sequence[Cell], seeds: int, workers: Sequence[int], rates: Sequence[float], parents: bool
+    records: Records,
+    cells: Sequence[Cell],
+    seeds: int,
+    workers: Sequence[int],
+    rates: Sequence[float],
+    parents: bool,
+    alike: Sequence[float] = (1.0,),
 ) -> list[Key]:
-    """Return the runs that are reported: at multiples of the rate tuned for each optimizer, or for its parent."""
+    """Return the runs that are reported: at multiples of the rate tuned for each optimizer, or for its parent.
+
+    Rates are those found with workers whose data are alike.
+    """
     keys = []
     # Seed by seed, so that what a stopped lab has is paired.
     for seed in range(seeds):
         for task, optimizer in cells:
             lr = records.tuned(task, CONTENDERS[optimizer].parent if parents else optimizer)
             if lr is not None:
-                keys += [Key(task, optimizer, seed, w, tuning.rounded(lr * by)) for w in workers for by in rates]
+                at = [tuning.rounded(lr * by) for by in rates]
+                keys += [Key(task, optimizer, seed, *of) for of in product(workers, at, alike)]
     return keys

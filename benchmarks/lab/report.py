@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean, stdev
 
 from .contenders import CONTENDERS
@@ -30,17 +31,20 @@ class View:
         workers: How many.
         parents: At the rate tuned for each optimizer's uncompressed parent; else at its own.
         by: Multiple of that rate.
+        alike: Share of each worker's batch that is drawn from what all workers have.
     """
 
     workers: int = 4
     parents: bool = False
     by: float = 1.0
+    alike: float = 1.0
 
     @property
     def title(self) -> str:
         """Say it."""
         rate = "its parent's tuned rate" if self.parents else "its own tuned rate"
-        return f"{self.workers} workers, each optimizer at {rate}{'' if self.by == 1 else f' x {self.by:g}'}"
+        data = "" if self.alike == 1 else f", {100 * (1 - self.alike):g} % of each one's data its own"
+        return f"{self.workers} workers{data}, each optimizer at {rate}{'' if self.by == 1 else f' x {self.by:g}'}"
 
     def runs(self, records: Records, task: str, optimizer: str) -> dict[int, Record]:
         """Return an optimizer's runs by seed."""
@@ -48,8 +52,8 @@ class View:
         if lr is None:
             return {}
         lr = rounded(lr * self.by)
-        wanted = (self.workers, lr)
-        runs = {k.seed: r for k, r in records.of(task, optimizer).items() if (k.workers, k.lr) == wanted}
+        wanted = (self.workers, lr, self.alike)
+        runs = {k.seed: r for k, r in records.of(task, optimizer).items() if (k.workers, k.lr, k.alike) == wanted}
         return {seed: record for seed, record in runs.items() if seed not in SEEDS}
 
 
@@ -156,10 +160,10 @@ def rows(records: Records, view: View, optimizers: Sequence[str]) -> Rows:
 
 def _has_column(records: Records, view: View, optimizer: str) -> bool:
     """Tell whether a view has runs that are not merely those at an own rate that happens to be the view's."""
-    own = View(view.workers)
+    own = View(view.workers, alike=view.alike)
     runs = [(view.runs(records, task, optimizer), own.runs(records, task, optimizer)) for task in TASKS]
-    alike = view != own and not _is_parent(optimizer)
-    return any(here and not (alike and here == there) for here, there in runs)
+    elsewhere = view != own and not _is_parent(optimizer)
+    return any(here and not (elsewhere and here == there) for here, there in runs)
 
 
 def _is_parent(optimizer: str) -> bool:
@@ -194,8 +198,8 @@ def _rate(records: Records, task: str, optimizer: str) -> str:
 
 def views(records: Records) -> list[View]:
     """Return the tables that there are runs for, beginning with the headline's."""
-    workers = sorted({key.workers for key in records.found if key.seed not in SEEDS})
-    every = [View(w, parents, by) for by in MULTIPLES for parents in (False, True) for w in workers]
+    of_data = sorted({(-key.alike, key.workers) for key in records.found if key.seed not in SEEDS})
+    every = [View(w, parents, by, -a) for by, parents, (a, w) in product(MULTIPLES, (False, True), of_data)]
     recorded = [name for name in CONTENDERS if any(records.of(task, name) for task in TASKS)]
     compared = [name for name in recorded if not _is_parent(name)] or recorded
     cells = [(task, name) for name in compared for task in TASKS]

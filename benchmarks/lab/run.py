@@ -32,13 +32,19 @@ LEARNED = 0.95
 
 @dataclass(frozen=True)
 class Key:
-    """Which run."""
+    """Which run.
+
+    Attributes:
+        alike: Share of each worker's batch that is drawn from what all workers have; the rest is of its own classes,
+            parts of the text, or users.
+    """
 
     task: str
     optimizer: str
     seed: int
     workers: int
     lr: float
+    alike: float = 1.0
 
 
 class Training:
@@ -85,8 +91,25 @@ class Training:
         batches = []
         for worker, draw in enumerate(self.draws):
             draw.manual_seed((self.key.seed * 1_000_003 + step) * 4099 + worker)
-            batches.append(self.trial.batch(draw, each, step / self.task.steps))
+            picked = self.trial.pick(draw, each)
+            if own := self._own(worker, step, each):
+                picked = torch.cat([self._pick_own(draw, worker, own), picked[own:]])
+            batches.append(self.trial.complete(picked, draw, step / self.task.steps))
         self.batches = tuple(map(torch.stack, zip(*batches, strict=True)))
+
+    def _own(self, worker: int, step: int, each: int) -> int:
+        """Return how many of a worker's ``each`` examples are of its own sources: on average their share, in turn."""
+        until, share = worker + step, each * (1 - self.key.alike)
+        return int(share * (until + 1)) - int(share * until)
+
+    def _pick_own(self, draw: torch.Generator, worker: int, own: int) -> Tensor:
+        """Draw as from all, and keep those of a worker's own sources; some share one where sources are fewer."""
+        trial, sources = self.trial, self.task.sources
+        groups, found = min(self.key.workers, sources), list[Tensor]()
+        while sum(map(len, found)) < own:
+            picked = trial.pick(draw, 4 * groups * own)
+            found.append(picked[trial.source(picked) * groups // sources == worker % groups])
+        return torch.cat(found)[:own]
 
     def _params(self, player: int) -> dict[str, Tensor]:
         of_ranks = [models[player] for models in self.params]
@@ -218,7 +241,7 @@ def run(key: Key, ranks: bool = False) -> dict[str, Any]:
         The key's fields, what ``Worker.train`` returns, and: defaults (``fingerprint``), seconds (of processor time).
     """
     began = time.process_time()
-    if ranks or not CONTENDERS[key.optimizer].alike:
+    if ranks or not CONTENDERS[key.optimizer].batched:
         group = SimulatedGroup(key.workers)
         training = Training(key, group)
 
@@ -232,7 +255,7 @@ def run(key: Key, ranks: bool = False) -> dict[str, Any]:
         training = Training(key)
         result = Worker(training, 0, AlikeTransport(0, key.workers)).train()
     seconds = round(time.process_time() - began, 2)
-    return {**asdict(key), **result, "defaults": fingerprint(key.task, key.optimizer), "seconds": seconds}
+    return {**asdict(key), **result, "defaults": fingerprint(key.task, key.optimizer, key.alike), "seconds": seconds}
 
 
 def diverged(record: Mapping[str, Any]) -> bool:
@@ -241,13 +264,14 @@ def diverged(record: Mapping[str, Any]) -> bool:
 
 
 @cache
-def fingerprint(task: str, optimizer: str) -> str:
+def fingerprint(task: str, optimizer: str, alike: float) -> str:
     """Return a hash of the settings of a task and an optimizer, with which a run's result follows from its key.
 
     It knows neither the task's data nor the arithmetic: ``launch.machine`` tells what those come from.
     """
     of = TASKS[task]
-    trained = [getattr(of, field.name) for field in fields(of) if field.name not in ("make", "metric", "lr", "lamb")]
+    besides = {"make", "metric", "lr", "lamb"} | ({"sources"} if alike == 1 else set())
+    trained = [getattr(of, field.name) for field in fields(of) if field.name not in besides]
     constants = (LR_WARM_UP, FINAL_LR, EVALUATED, *CONSTANTS)
     settled = (trained, constants, *settings(optimizer, of.steps, of.weight_decay))
     return hashlib.sha256(repr(settled).encode()).hexdigest()[:12]

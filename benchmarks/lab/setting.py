@@ -52,7 +52,7 @@ class Contender:
         parent: What it compresses, itself where nothing; at whose tuned rate it is looked at besides its own.
         lamb: Whether its rates are searched around LAMB's.
         rate: Factor of the rate that they are searched around.
-        alike: Whether ranks differ in gradients and residuals alone, so that one optimizer can stand for all.
+        batched: Whether ranks differ in gradients and residuals alone, so that one optimizer can stand for all.
         local: Whether workers have parameters of their own between two synchronisations.
     """
 
@@ -60,5 +60,5 @@ class Contender:
     parent: str
     lamb: bool = False
     rate: float = 1.0
-    alike: bool = False
+    batched: bool = False
     local: bool = False

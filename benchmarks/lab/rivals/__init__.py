@@ -27,7 +27,7 @@ COMPONENTS = (1, 2, 4, 8, 16, 32, 128, 512)
 BITS = {"": None, "-int8": 8, "-int4": 4}
 """What differences travel in, by the end of a name."""
 
-of_adam = partial(Contender, parent="adamw", alike=True)
+of_adam = partial(Contender, parent="adamw", batched=True)
 
 
 def _rounds(name: str, outer: tuple[float, float], rate: float = 1.0) -> dict[str, Contender]:

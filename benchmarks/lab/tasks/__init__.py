@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 
-from . import control, generative, images, synthetic, text
-from .supervised import Params
-
-
-class Trial(Protocol):
-    """What one run trains, from initial values that are the same on all workers.
-
-    Losses are pure functions of parameters and batch, so that ``torch.func.vmap`` computes all
-    workers' gradients at once; what is random comes with the batch.
-    """
-
-    models: list[nn.Module]
-    """One; the GAN has two, discriminator and generator, which are updated in turn."""
-
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        """Draw one worker's ``size`` examples at ``share`` (0 to 1) of the run; shapes depend on ``size`` only."""
-
-    def loss(self, player: int, params: Sequence[Params], batch: tuple[Tensor, ...]) -> Tensor:
-        """Compute the loss of ``models[player]``, [], from all models' parameters."""
-
-    def validate(self, params: Sequence[Params]) -> float:
-        """Compute the held-out loss, of which less is better."""
+from . import adapters, control, generative, images, synthetic, text
+from .trial import Trial
 
 
 @dataclass(frozen=True)
@@ -51,6 +29,8 @@ class Task:
     weight_decay: float = 0.0
     noiseless: bool = False
     """Whether the loss has no floor, so that differences count in decades."""
+    sources: int = 0
+    """Classes, parts of a text or users by which workers' data may differ (``Trial.source``)."""
 
 
 def _seeded(build: Callable[[], Trial]) -> Callable[[int], Trial]:
@@ -63,20 +43,34 @@ def _seeded(build: Callable[[], Trial]) -> Callable[[int], Trial]:
 
 
 IMAGE, BYTE = "nats per image", "nats per byte"
+CLASSES, PARTS = images.CLASSES, text.PARTS
 TASKS = {
-    "vgg": Task(_seeded(images.vgg), IMAGE, 500, lr=1e-2, lamb=2.0),
-    "resnet": Task(_seeded(images.resnet), IMAGE, 300, lr=1e-2, lamb=1.0),
-    "mlp": Task(_seeded(images.mlp), IMAGE, 500, lr=1.5e-2, lamb=1.0),
-    "gan": Task(_seeded(generative.Gan), "Frechet distance, pixels", 500, lr=1.5e-3, lamb=3.0),
-    "causal": Task(_seeded(text.causal), BYTE, 600, lr=1e-2, lamb=3.0),
-    "masked": Task(_seeded(text.masked), "nats per hidden byte", 600, lr=1e-2, lamb=3.0),
+    "vgg": Task(_seeded(images.vgg), IMAGE, 500, lr=1e-2, lamb=2.0, sources=CLASSES),
+    "resnet": Task(_seeded(images.resnet), IMAGE, 300, lr=1e-2, lamb=1.0, sources=CLASSES),
+    "mlp": Task(_seeded(images.mlp), IMAGE, 500, lr=1.5e-2, lamb=1.0, sources=CLASSES),
+    "gan": Task(_seeded(generative.Gan), "Frechet distance, pixels", 500, lr=1.5e-3, lamb=3.0, sources=CLASSES),
+    "causal": Task(_seeded(text.causal), BYTE, 600, lr=1e-2, lamb=3.0, sources=PARTS),
+    "masked": Task(_seeded(text.masked), "nats per hidden byte", 600, lr=1e-2, lamb=3.0, sources=PARTS),
     "regression": Task(_seeded(synthetic.regression), "squared error", 300, lr=1e-3, lamb=1.0),
-    "modadd": Task(_seeded(synthetic.modadd), "nats per sum", 600, lr=2e-2, lamb=1.0, weight_decay=0.1, noiseless=True),
+    "modadd": Task(
+        _seeded(synthetic.modadd),
+        "nats per sum",
+        600,
+        lr=2e-2,
+        lamb=1.0,
+        weight_decay=0.1,
+        noiseless=True,
+        sources=synthetic.MODULUS,
+    ),
     "fit": Task(_seeded(synthetic.Fit), "squared error", 500, lr=3e-2, lamb=1.0, noiseless=True),
-    "recsys": Task(_seeded(synthetic.Recommender), "squared error", 500, lr=4e-2, lamb=1.0),
-    "late": Task(_seeded(synthetic.Late), IMAGE, 500, lr=1.5e-2, lamb=1.0),
-    "lstm": Task(_seeded(text.lstm), BYTE, 500, lr=4e-2, lamb=1.0),
-    "vae": Task(_seeded(generative.Vae), IMAGE, 500, lr=1e-2, lamb=3.0),
+    "recsys": Task(_seeded(synthetic.Recommender), "squared error", 500, lr=4e-2, lamb=1.0, sources=synthetic.GROUPS),
+    "late": Task(_seeded(synthetic.Late), IMAGE, 500, lr=1.5e-2, lamb=1.0, sources=CLASSES),
+    "lstm": Task(_seeded(text.lstm), BYTE, 500, lr=4e-2, lamb=1.0, sources=PARTS),
+    "vae": Task(_seeded(generative.Vae), IMAGE, 500, lr=1e-2, lamb=3.0, sources=CLASSES),
     "policy": Task(_seeded(control.Policy), "cost of a step", 500, lr=3e-2, lamb=1.0),
+    "adapters": Task(_seeded(adapters.adapters), BYTE, 600, lr=3e-2, lamb=1.0, sources=PARTS),
 }
 """By name."""
+LATER = ("adapters",)
+FIRST = tuple(name for name in TASKS if name not in LATER)
+"""Those that all recorded optimizers were run on; the ``LATER`` ones were added for our defaults and their parents."""

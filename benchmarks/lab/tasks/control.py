@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .images import layers
-from .supervised import Params, fixed
+from .supervised import fixed
+from .trial import Params, Trial
 
 STEPS = 10
 EPISODES = 1024  # held out
@@ -18,7 +19,7 @@ GUSTS = 0.05
 THRUSTS = torch.tensor([(0.0, 0.0), (1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0)])
 
 
-class Policy:
+class Policy(Trial):
     """Bring a point to the origin: every step costs its squared distance; actions are drawn with Gumbel noise.
 
     The network sees position and velocity; its outputs are the actions' logits and the baseline, which
@@ -29,12 +30,16 @@ class Policy:
         self.models: list[nn.Module] = [layers(4, 32, 32, len(THRUSTS) + 1, activation=nn.Tanh)]
         self.held_out = self.batch(fixed(), EPISODES, 1.0)
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        """See ``Trial``; starts [size, 2]."""
+        return torch.rand(size, 2, generator=draw) * 2 - 1
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
         """See ``Trial``; starts [size, 2], gusts [size, steps, 2] and Gumbel noise [size, steps, actions]."""
-        starts = torch.rand(size, 2, generator=draw) * 2 - 1
+        size = len(picked)
         gusts = GUSTS * torch.randn(size, STEPS, 2, generator=draw)
         uniform = torch.rand(size, STEPS, len(THRUSTS), generator=draw).clamp(min=1e-6)
-        return starts, gusts, -torch.log(-torch.log(uniform))
+        return picked, gusts, -torch.log(-torch.log(uniform))
 
     def loss(self, player: int, params: Sequence[Params], batch: tuple[Tensor, ...]) -> Tensor:
         states, actions, costs = self._episodes(params[0], batch)

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .images import digits, layers, norm
-from .supervised import Learner, Params, fixed, split
+from .supervised import Learner, fixed, split
+from .trial import Params, Trial
 
 LATENT = 16
 SAMPLES = 1000
 
 
-class Gan:
+class Gan(Trial):
     """DCGAN: the discriminator's step, then the generator's; group norm, since each of 64 workers has one image."""
 
     def __init__(self) -> None:
@@ -35,11 +36,17 @@ class Gan:
             if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)):
                 # DCGAN's are 0.02; these layers are narrow.
                 nn.init.normal_(layer.weight, std=0.1)
-        self.images, self.held_out = split(digits()[0])
+        (self.images, self.held_out), (self.classes, _) = map(split, digits())
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        real = self.images[torch.randint(len(self.images), (size,), generator=draw)]
-        return real, torch.randn(size, LATENT, generator=draw)
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        return torch.randint(len(self.images), (size,), generator=draw)
+
+    def source(self, picked: Tensor) -> Tensor:
+        """See ``Trial``: the class of the real image."""
+        return self.classes[picked]
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
+        return self.images[picked], torch.randn(len(picked), LATENT, generator=draw)
 
     def loss(self, player: int, params: Sequence[Params], batch: tuple[Tensor, ...]) -> Tensor:
         real, noise = batch
@@ -69,13 +76,21 @@ class Vae(Learner):
 
     def __init__(self) -> None:
         super().__init__(_Autoencoder(), _minus_lower_bound)
-        self.images, held_out = (images.flatten(1) for images in split(digits()[0]))
+        (images, held_out), (self.classes, _) = map(split, digits())
+        self.images, held_out = images.flatten(1), held_out.flatten(1)
         held_out = held_out.repeat(self.COPIES, 1)
         self.held_out = held_out, torch.randn(len(held_out), LATENT, generator=fixed()), held_out
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        images = self.images[torch.randint(len(self.images), (size,), generator=draw)]
-        return images, torch.randn(size, LATENT, generator=draw), images
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        return torch.randint(len(self.images), (size,), generator=draw)
+
+    def source(self, picked: Tensor) -> Tensor:
+        """See ``Trial``: its class."""
+        return self.classes[picked]
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
+        images = self.images[picked]
+        return images, torch.randn(len(picked), LATENT, generator=draw), images
 
 
 class _Autoencoder(nn.Module):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-Params = Mapping[str, Tensor]
-"""A model's named parameters."""
+from .trial import Params, Trial
 
 FIXED = 987_654_321  # a seed that no run takes: with a run's own, its first batch would be held-out examples
 
@@ -25,10 +24,10 @@ def split(data: Tensor, share: float = 0.2) -> tuple[Tensor, Tensor]:
     return data[:cut], data[cut:]
 
 
-class Learner:
+class Learner(Trial):
     """One model, whose loss compares its output for all but the last tensor of a batch with that last one.
 
-    A subclass has ``batch`` and sets ``held_out``, a batch.
+    A subclass has ``pick`` and ``complete``, and sets ``held_out``, a batch.
     """
 
     held_out: tuple[Tensor, ...]
@@ -67,9 +66,15 @@ class Supervised(Learner):
         copies = torch.arange(len(held_inputs)).repeat(self.COPIES if noise else 1)
         self.held_out = self._noisy(held_inputs[copies], fixed()), held_targets[copies]
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        chosen = torch.randint(len(self.inputs), (size,), generator=draw)
-        return self._noisy(self.inputs[chosen], draw), self.targets[chosen]
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        return torch.randint(len(self.inputs), (size,), generator=draw)
+
+    def source(self, picked: Tensor) -> Tensor:
+        """See ``Trial``: its class."""
+        return self.targets[picked]
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
+        return self._noisy(self.inputs[picked], draw), self.targets[picked]
 
     def _noisy(self, inputs: Tensor, draw: torch.Generator) -> Tensor:
         return inputs + self.noise * torch.randn(inputs.shape, generator=draw) if self.noise else inputs

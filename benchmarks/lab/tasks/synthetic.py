@@ -14,6 +14,7 @@ from .supervised import Learner, Supervised, fixed
 MODULUS = 31
 FIT_INPUTS = 4
 USERS, ITEMS, FACTORS = 1000, 2000, 4
+GROUPS = 64  # of users
 RATING_NOISE = 0.3
 HELD_OUT = 4096
 LATE = 0.3  # of the run's steps
@@ -58,10 +59,13 @@ class Fit(Learner):
         super().__init__(layers(FIT_INPUTS, 64, 64, 1, activation=nn.Tanh), F.mse_loss)
         self.held_out = self.batch(fixed(), HELD_OUT, 1.0)
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        x = torch.rand(size, FIT_INPUTS, generator=draw) * 2 - 1
-        a, b, c, d = x.unbind(1)
-        return x, ((2 * a).sin() * b + (c - d).square() / 2)[:, None]
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        """See ``Trial``: the inputs [size, 4]."""
+        return torch.rand(size, FIT_INPUTS, generator=draw) * 2 - 1
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
+        a, b, c, d = picked.unbind(1)
+        return picked, ((2 * a).sin() * b + (c - d).square() / 2)[:, None]
 
 
 class Recommender(Learner):
@@ -72,10 +76,18 @@ class Recommender(Learner):
         self.users, self.items = torch.randn(USERS + ITEMS, FACTORS, generator=fixed()).split([USERS, ITEMS])
         self.held_out = self.batch(fixed(), HELD_OUT, 1.0)
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        user, item = (_zipf(len(rows), size, draw) for rows in (self.users, self.items))
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        """See ``Trial``: users and items [size, 2]."""
+        return torch.stack([_zipf(len(rows), size, draw) for rows in (self.users, self.items)], 1)
+
+    def source(self, picked: Tensor) -> Tensor:
+        """See ``Trial``: one of ``GROUPS`` of users, each with frequent ones and seldom ones."""
+        return picked[:, 0] % GROUPS
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
+        user, item = picked.unbind(1)
         u, i = self.users[user], self.items[item]
-        noise = RATING_NOISE * torch.randn(size, generator=draw)
+        noise = RATING_NOISE * torch.randn(len(picked), generator=draw)
         return user, item, u[:, 0] + i[:, 0] + (u * i)[:, 1:].mean(1) + noise
 
 
@@ -105,9 +117,16 @@ class Late(Learner):
         images, classes = self.base.held_out
         self.held_out = images, torch.ones(len(images)), classes
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
-        images, classes = self.base.batch(draw, size, share)
-        return images, torch.full((size,), float(share >= LATE)), classes
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        return self.base.pick(draw, size)
+
+    def source(self, picked: Tensor) -> Tensor:
+        """See ``Trial``: its class."""
+        return self.base.source(picked)
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
+        images, classes = self.base.complete(picked, draw, share)
+        return images, torch.full((len(picked),), float(share >= LATE)), classes
 
 
 class _TwoBranches(nn.Module):

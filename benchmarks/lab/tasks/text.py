@@ -21,10 +21,12 @@ WIDTH, HEADS, DEPTH = 32, 2, 2
 SOURCE_BYTES = 2_000_000
 HIDDEN_BYTES = 3  # of each sequence's 16, near BERT's 15 %
 HELD_OUT = 512  # sequences
+PARTS = 64  # of the text, any of which may be one worker's own
 
 
 @lru_cache(maxsize=3)
-def _corpus(source: bool, length: int) -> Corpus:
+def corpus(source: bool, length: int) -> Corpus:
+    """Return Python's documentation, or its standard library: the same text where Python is the same."""
     if not source:
         return Corpus(load_text(()), length)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -33,17 +35,17 @@ def _corpus(source: bool, length: int) -> Corpus:
 
 def causal() -> Language:
     """Return a transformer that predicts each next byte of Python's documentation."""
-    return Language(_Transformer(causal=True), _corpus(source=False, length=LENGTH))
+    return Language(Transformer(causal=True), corpus(source=False, length=LENGTH))
 
 
 def masked() -> Masked:
     """Return a transformer that predicts hidden bytes of Python's standard library."""
-    return Masked(_Transformer(causal=False), _corpus(source=True, length=LENGTH))
+    return Masked(Transformer(causal=False), corpus(source=True, length=LENGTH))
 
 
 def lstm() -> Language:
     """Return an LSTM that predicts each next byte of Python's documentation."""
-    return Language(_Lstm(), _corpus(source=False, length=LSTM_LENGTH))
+    return Language(_Lstm(), corpus(source=False, length=LSTM_LENGTH))
 
 
 class Language(Learner):
@@ -54,9 +56,19 @@ class Language(Learner):
         self.corpus = corpus
         self.held_out = self._examples(corpus.held_out_batch(HELD_OUT, 0, 1), fixed())
 
-    def batch(self, draw: torch.Generator, size: int, share: float) -> tuple[Tensor, ...]:
+    def pick(self, draw: torch.Generator, size: int) -> Tensor:
+        """See ``Trial``: where sequences begin [size, 1], as ``Corpus.batch`` draws them."""
         seed = int(torch.randint(1 << 24, (), generator=draw))
-        return self._examples(self.corpus.batch(size, seed, 0, 0), draw)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 * 16_411)
+        return torch.randint(len(self.corpus.train) - self.corpus.seq_len, (size, 1), generator=generator)
+
+    def source(self, picked: Tensor) -> Tensor:
+        """See ``Trial``: one of ``PARTS`` equal parts of the text, in which topics or files follow each other."""
+        return picked.squeeze(1) * PARTS // len(self.corpus.train)
+
+    def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
+        tokens = self.corpus.train[picked + torch.arange(self.corpus.seq_len + 1)].long()
+        return self._examples(tokens, draw)
 
     def _examples(self, tokens: Tensor, draw: torch.Generator) -> tuple[Tensor, ...]:
         """Turn bytes int64 [size, length + 1] into inputs and targets."""
@@ -94,7 +106,7 @@ class _Block(nn.Module):
         return x + self.down(F.relu(self.up(self.norm2(x))))
 
 
-class _Transformer(nn.Module):
+class Transformer(nn.Module):
     """Logits [batch, length, 128] of each next byte, or of the bytes at ``places``; embeddings are tied."""
 
     def __init__(self, causal: bool) -> None:

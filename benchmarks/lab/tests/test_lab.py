@@ -59,7 +59,7 @@ def test_every_task_trains_and_its_runs_are_reproducible(monkeypatch, task):
 
 BATCHED = ("adam-living",)
 """Made for one optimizer that stands for all: its momentum is made of all workers' gradients."""
-ALIKE = [name for name, contender in CONTENDERS.items() if contender.alike and name not in (*RIVALS, *BATCHED)]
+ALIKE = [name for name, contender in CONTENDERS.items() if contender.batched and name not in (*RIVALS, *BATCHED)]
 
 
 @pytest.mark.long(but=["mlp-onebit-adam-4", "recsys-onebit-lamb-living-4", "late-adamw-4"], full=True)
@@ -98,7 +98,7 @@ def test_every_optimizer_runs_and_all_start_alike(monkeypatch, name):
     short(monkeypatch, "mlp", 60)
     record = lab.run(key("mlp", name, by=0.1))
     assert record["initial"] == pytest.approx(2.3131, abs=1e-4)
-    assert record["defaults"] == lab.fingerprint("mlp", name)
+    assert record["defaults"] == lab.fingerprint("mlp", name, 1.0)
     assert record["sent"] > 0
     if CONTENDERS[name].parent == "adamw" and name not in ("onebit-adam-l2", "onebit-adam-contractive"):
         assert record["curve"][-1] < 2.25

@@ -25,7 +25,7 @@ BOTH = ("adamw", "onebit-adam")
 
 
 def record(key: Key, metric: float | None, sent: float = 8.0, **more: object) -> dict[str, object]:
-    settings = fingerprint(key.task, key.optimizer)
+    settings = fingerprint(key.task, key.optimizer, key.alike)
     base = {"metric": metric, "initial": 1e9, "sent": sent, "defaults": settings}
     return vars(key) | base | more
 
@@ -265,15 +265,15 @@ def test_every_optimizer_has_a_parent_that_is_measured():
 
 
 def test_every_setting_of_optimizer_and_task_is_in_a_record(monkeypatch):
-    assert len({fingerprint("mlp", name) for name in CONTENDERS}) == len(CONTENDERS)
-    before = fingerprint("mlp", "adam-frozen")
+    assert len({fingerprint("mlp", name, 1.0) for name in CONTENDERS}) == len(CONTENDERS)
+    before = fingerprint("mlp", "adam-frozen", 1.0)
     fingerprint.cache_clear()
     monkeypatch.setattr("benchmarks.lab.run.CONSTANTS", (0.15, 0.5))
-    assert fingerprint("mlp", "adam-frozen") != before
+    assert fingerprint("mlp", "adam-frozen", 1.0) != before
     fingerprint.cache_clear()
     monkeypatch.undo()
     monkeypatch.setitem(TASKS, "mlp", replace(TASKS["mlp"], batch_size=32))
-    assert fingerprint("mlp", "adam-frozen") != before
+    assert fingerprint("mlp", "adam-frozen", 1.0) != before
     fingerprint.cache_clear()
 
 
