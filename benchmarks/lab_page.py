@@ -9,8 +9,8 @@ from benchmarks.lab.contenders import CONTENDERS, HEADLINE
 from benchmarks.lab.plots import plot, plot_toys
 from benchmarks.lab.publish import publish
 from benchmarks.lab.records import Records
-from benchmarks.lab.report import View, rates, rows, views
-from benchmarks.lab.tasks import FIRST
+from benchmarks.lab.report import View, difference, rates, rows, views
+from benchmarks.lab.tasks import FIRST, LATER, TASKS, images, synthetic
 
 from . import pages
 from .pages import DOCS, TABLES, markdown, write_tables
@@ -25,27 +25,51 @@ LIVING = ("onebit-adam-living", "onebit-adam-living-0", "onebit-adam-living-bf16
 LAMB = ("lamb", "onebit-lamb-living", "onebit-lamb")
 """LAMB, and 1-bit LAMB with a variance that lives, or is frozen, at LAMB's rates."""
 OURS = [name for name in HEADLINE if CONTENDERS[name].parent != name]
+APART = {LIVING[0]: "OneBitAdam", "zero-one-adam-own": "ZeroOneAdam"}
+"""Those that are looked at where workers' data differ, at AdamW's rates, and what they are called."""
 
 
 def headline_table(records: Records) -> str:
     """Return how much worse ours are than what they compress, at 4 workers and its rates."""
-    return markdown(rows(records, View(parents=True), [LIVING[0], *OURS]))
+    return markdown(rows(records, View(parents=True), [LIVING[0], *OURS], FIRST))
+
+
+def apart_table(records: Records) -> str:
+    """Return how much worse ours are than AdamW where none of a worker's data are others', by number of workers."""
+    cells = [(n, View(w, parents=True, alike=0.0)) for n in APART for w in (4, 16, 64)]
+    found = {task: [difference(records, view, task, name) for name, view in cells] for task in TASKS}
+    head = ["all of each worker's data its own", *(f"{APART[name]}, {view.workers} workers" for name, view in cells)]
+    body = [[f"{task}, {of_task(task)}", *(d or "" for d in found[task])] for task in TASKS if any(found[task])]
+    return markdown([head, *body])
+
+
+def of_task(task: str) -> str:
+    """Say what is a worker's own."""
+    count, of = TASKS[task].sources, {images.CLASSES: "classes", synthetic.MODULUS: "sums"}
+    return f"of {count} {of.get(count, 'groups of users' if task == 'recsys' else 'parts of the text')}"
 
 
 def page_tables(records: Records) -> str:
-    """Return the headline's tables that have all tasks, each under what it shows, ``LIVING``, ``VOTES``, and rates."""
+    """Return the headline's tables that have all tasks, each under what it shows, ``LIVING``, ``VOTES``, and rates.
+
+    Behind them, at AdamW's rates, ``APART`` where workers' data differ.
+    """
     whole = [v for v in views(records) if all(v.runs(records, task, name) for task in FIRST for name in HEADLINE)]
-    parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, HEADLINE))}" for view in whole]
+    parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, HEADLINE, FIRST))}" for view in whole]
     living = [v for v in views(records) if v.parents and all(v.runs(records, task, LIVING[0]) for task in FIRST)]
     parts += [
         f"{view.title.capitalize()}, with a variance that lives:\n\n"
-        f"{markdown(rows(records, view, ['adamw', 'onebit-adam', *LIVING]))}"
+        f"{markdown(rows(records, view, ['adamw', 'onebit-adam', *LIVING], FIRST))}"
         for view in living
     ]
     others = [v for v in living if v.by != 1 and all(v.runs(records, task, LAMB[1]) for task in FIRST)]
-    parts += [f"{v.title.capitalize()}, LAMB:\n\n{markdown(rows(records, v, LAMB[:2]))}" for v in others]
-    votes = rows(records, View(), ["adamw", *VOTES])
+    parts += [f"{v.title.capitalize()}, LAMB:\n\n{markdown(rows(records, v, LAMB[:2], FIRST))}" for v in others]
+    votes = rows(records, View(), ["adamw", *VOTES], FIRST)
     parts.append(f"{View().title.capitalize()}, where ranks vote on signs:\n\n{markdown(votes)}")
+    later = [v for v in views(records) if v.parents and v.alike == 1 and v.runs(records, LATER[-1], LIVING[0])]
+    apart = [v for v in views(records) if v.parents and v.alike < 1]
+    parts += [f"{v.title.capitalize()}:\n\n{markdown(rows(records, v, ['adamw', *APART], LATER))}" for v in later]
+    parts += [f"{v.title.capitalize()}:\n\n{markdown(rows(records, v, ['adamw', *APART]))}" for v in apart]
     parts.append(f"Tuned learning rates:\n\n{markdown(rates(records, (*HEADLINE, *VOTES)))}")
     return "\n".join(parts)
 
@@ -67,6 +91,7 @@ def main() -> None:
     plot(records, RESULTS / "worse.png", parents=True)
     plot_toys(DOCS / "toys.png")
     write_tables(DOCS / "choose.md", headline_table(records), "LAB")
+    write_tables(DOCS / "choose.md", apart_table(records), "APART")
     write_tables(TABLES / "lab.md", page_tables(records))
     write_tables(TABLES / "ablations.md", ablations(records))
     print("wrote the tables of docs/choose.md, docs/tables/lab.md and docs/tables/ablations.md")

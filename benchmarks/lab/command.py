@@ -100,7 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--report needs runs, and {records.path} has none of today's settings: leave --report out")
     if not arguments.report:
         _make_folder(Path(arguments.out))
-        searched = [(task, CONTENDERS[name].parent) for task, name in cells] if arguments.parents else cells
+        searched = cells
+        if arguments.parents:  # several have one parent
+            searched = list(dict.fromkeys((task, CONTENDERS[name].parent) for task, name in cells))
         failed += make(records, lambda: search(records, searched), "finding rates")
         counts = [int(n) for n in workers]
         runs = partial(reported, records, cells, arguments.seeds, counts, by, arguments.parents, alike)

@@ -14,7 +14,7 @@ from fusedonebit.apps.pictures import clear, lighter, method_colour, save
 from . import toys
 from .records import Records
 from .report import DECADES, PERCENT, Difference, View, difference, sent, views
-from .tasks import TASKS
+from .tasks import FIRST, TASKS
 
 SHOWN = ("onebit-adam-living", "onebit-adam", "zero-one-adam-own", "onebit-lamb-living", "onebit-lion", "marsit-adam")
 """Optimizers in the picture. 1-bit Adam with a frozen variance is the lighter one."""
@@ -29,8 +29,9 @@ def plot(records: Records, path: Path, parents: bool = False) -> None:
 
     Dots have standard errors. ``parents``: at those of what they compress, where that was done with several of them.
     """
-    recorded = views(records)
-    tasks = [task for task in TASKS if any(view.runs(records, task, name) for view in recorded for name in COLOURS)]
+    recorded = [view for view in views(records) if view.alike == 1]
+    run = [task for task in TASKS if any(view.runs(records, task, name) for view in recorded for name in COLOURS)]
+    tasks = [task for task in run if task in FIRST] or run
     own = [view for view in recorded if view.by == 1 and view.parents == parents]
     own = [v for v in own if not parents or sum(sent(records, v, name) is not None for name in COLOURS) > 1]
     whole = [v for v in own if all(any(v.runs(records, task, name) for name in COLOURS) for task in tasks)]

@@ -87,6 +87,15 @@ class Records:
         """Return the runs of a task with an optimizer."""
         return self._of_cell.get((task, optimizer), {})
 
+    def hours(self, keys: Iterable[Key]) -> float:
+        """Estimate the time of runs, by the mean of recorded ones of the task on as many workers, or on any."""
+        seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for key, record in self.found.items():
+            for workers in (key.workers, 0):
+                seconds[key.task, workers].append(record.get("seconds", 0.0))
+        means = {of: sum(each) / len(each) for of, each in seconds.items()}
+        return sum(means.get((k.task, k.workers), means.get((k.task, 0), 0.0)) for k in keys) / 3600
+
     def metrics(self, task: str, optimizer: str) -> dict[float, float]:
         """Return the mean metric of each rate that was tried on all seeds of the search; inf where one diverged."""
         by_rate = defaultdict(list)
@@ -96,8 +105,9 @@ class Records:
         return {lr: sum(found) / len(found) for lr, found in by_rate.items() if len(found) == len(tuning.SEEDS)}
 
     def tuned(self, task: str, optimizer: str) -> float | None:
-        """Return the best rate, the smallest tried where all diverged; None where the search is not over."""
-        return tuning.best(start(task, optimizer), self.metrics(task, optimizer))
+        """Return the best rate, the smallest tried where all diverged, or a ``milder`` one; None before it is found."""
+        best = tuning.best(start(task, optimizer), self.metrics(task, optimizer))
+        return None if best is None else tuning.rounded(best * TASKS[task].milder)
 
 
 def _check(key: Key, record: Record) -> None:

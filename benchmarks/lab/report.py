@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from .contenders import CONTENDERS
 from .records import Record, Records
 from .run import diverged
-from .tasks import TASKS
+from .tasks import FIRST, TASKS
 from .tuning import SEEDS, rounded
 
 PERCENT, DECADES = 1.0, 0.05
@@ -127,34 +127,34 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values) if values else math.nan, error
 
 
-def sent(records: Records, view: View, optimizer: str) -> float | None:
+def sent(records: Records, view: View, optimizer: str, tasks: Sequence[str] = FIRST) -> float | None:
     """Return bytes by parameter and step of whole runs, the mean over tasks; None without runs."""
     by_task = [
         sum(r["sent"] for r in runs.values()) / len(runs)
-        for task in TASKS
+        for task in tasks
         if (runs := view.runs(records, task, optimizer))
     ]
     return sum(by_task) / len(by_task) if by_task else None
 
 
-def rows(records: Records, view: View, optimizers: Sequence[str]) -> Rows:
+def rows(records: Records, view: View, optimizers: Sequence[str], tasks: Sequence[str] = tuple(TASKS)) -> Rows:
     """Return a table, its head first: a row per task, a column per optimizer; parents by their metric, others worse by.
 
     The last rows are how many tasks each misses, how many of those by more than errors, and the bytes that it sends.
     """
     shown = [name for name in optimizers if _has_column(records, view, name)]
-    found = {(task, name): difference(records, view, task, name) for task in TASKS for name in shown}
+    found = {(task, name): difference(records, view, task, name) for task in tasks for name in shown}
     table = [["task", *shown]]
-    for task in TASKS:
+    for task in tasks:
         cells = [_metric(records, view, task, n) if _is_parent(n) else str(found[task, n] or "") for n in shown]
         if any(cells):
             table.append([f"{task}, {TASKS[task].metric}", *cells])
-    told = {name: [d for task in TASKS if (d := found[task, name]) and d.seeds] for name in shown}
+    told = {name: [d for task in tasks if (d := found[task, name]) and d.seeds] for name in shown}
     limits = f"worse by more than {PERCENT:g} % ({DECADES} dec)"
     for title, count in ((limits, lambda d: d.misses), ("of those by two standard errors", lambda d: d.certain)):
         counts = [f"{sum(map(count, told[name]))} of {len(told[name])}" for name in shown]
         table.append([title, *("" if _is_parent(n) else text for n, text in zip(shown, counts, strict=True))])
-    table.append(["bytes per parameter and step", *(f"{sent(records, view, n) or 0:.2f}" for n in shown)])
+    table.append(["bytes per parameter and step", *(f"{sent(records, view, n, tasks) or 0:.2f}" for n in shown)])
     return table
 
 

@@ -270,7 +270,7 @@ def fingerprint(task: str, optimizer: str, alike: float) -> str:
     It knows neither the task's data nor the arithmetic: ``launch.machine`` tells what those come from.
     """
     of = TASKS[task]
-    besides = {"make", "metric", "lr", "lamb"} | ({"sources"} if alike == 1 else set())
+    besides = {"make", "metric", "lr", "lamb", "milder"} | ({"sources"} if alike == 1 else set())
     trained = [getattr(of, field.name) for field in fields(of) if field.name not in besides]
     constants = (LR_WARM_UP, FINAL_LR, EVALUATED, *CONSTANTS)
     settled = (trained, constants, *settings(optimizer, of.steps, of.weight_decay))

@@ -31,7 +31,6 @@ class Policy(Trial):
         self.held_out = self.batch(fixed(), EPISODES, 1.0)
 
     def pick(self, draw: torch.Generator, size: int) -> Tensor:
-        """See ``Trial``; starts [size, 2]."""
         return torch.rand(size, 2, generator=draw) * 2 - 1
 
     def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:

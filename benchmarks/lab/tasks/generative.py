@@ -85,7 +85,6 @@ class Vae(Learner):
         return torch.randint(len(self.images), (size,), generator=draw)
 
     def source(self, picked: Tensor) -> Tensor:
-        """See ``Trial``: its class."""
         return self.classes[picked]
 
     def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:

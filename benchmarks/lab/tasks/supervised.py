@@ -70,7 +70,6 @@ class Supervised(Learner):
         return torch.randint(len(self.inputs), (size,), generator=draw)
 
     def source(self, picked: Tensor) -> Tensor:
-        """See ``Trial``: its class."""
         return self.targets[picked]
 
     def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:

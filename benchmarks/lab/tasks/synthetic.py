@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from .images import CLASSES, NOISE, digits, layers
 from .supervised import Learner, Supervised, fixed
+from .trial import Params
 
-MODULUS = 31
+MODULUS, ADDERS = 31, 16
 FIT_INPUTS = 4
 USERS, ITEMS, FACTORS = 1000, 2000, 4
 GROUPS = 64  # of users
@@ -36,9 +39,42 @@ def _diabetes() -> tuple[Tensor, Tensor]:
 
 def modadd() -> Supervised:
     """Learn a + b modulo a prime from nine tenths of all pairs, until the rest follows."""
+    return Supervised(_Adder(), _sums(), F.cross_entropy, share=0.1)
+
+
+def _sums() -> tuple[Tensor, Tensor]:
     pairs = torch.cartesian_prod(torch.arange(MODULUS), torch.arange(MODULUS))
     pairs = pairs[torch.randperm(len(pairs), generator=fixed())]
-    return Supervised(_Adder(), (pairs, pairs.sum(1) % MODULUS), F.cross_entropy, share=0.1)
+    return pairs, pairs.sum(1) % MODULUS
+
+
+class Adders(Supervised):
+    """The same by ``ADDERS`` models at once, whose geometric mean differs less between seeds than one's loss."""
+
+    def __init__(self) -> None:
+        super().__init__(_Several([_Adder() for _ in range(ADDERS)]), _sums(), _sum_of_losses, share=0.1)
+
+    @torch.no_grad()
+    def validate(self, params: Sequence[Params]) -> float:
+        pairs, sums = self.held_out
+        logits = functional_call(self.models[0], dict(params[0]), (pairs,))
+        each = [F.cross_entropy(of_one, sums).double().log() for of_one in logits.unbind(1)]
+        return float(torch.stack(each).mean().exp())
+
+
+def _sum_of_losses(logits: Tensor, sums: Tensor) -> Tensor:
+    return torch.stack([F.cross_entropy(of_one, sums) for of_one in logits.unbind(1)]).sum()
+
+
+class _Several(nn.Module):
+    """What each of some modules returns, side by side."""
+
+    def __init__(self, each: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(each)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([module(x) for module in self.each], 1)
 
 
 class _Adder(nn.Module):
@@ -60,7 +96,6 @@ class Fit(Learner):
         self.held_out = self.batch(fixed(), HELD_OUT, 1.0)
 
     def pick(self, draw: torch.Generator, size: int) -> Tensor:
-        """See ``Trial``: the inputs [size, 4]."""
         return torch.rand(size, FIT_INPUTS, generator=draw) * 2 - 1
 
     def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:
@@ -121,7 +156,6 @@ class Late(Learner):
         return self.base.pick(draw, size)
 
     def source(self, picked: Tensor) -> Tensor:
-        """See ``Trial``: its class."""
         return self.base.source(picked)
 
     def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from benchmarks.lab.contenders import CONTENDERS, HEADLINE
 from benchmarks.lab.records import TUNED_AT, Records, reported
 from benchmarks.lab.report import Difference, View, difference, sent
 from benchmarks.lab.run import diverged, run
-from benchmarks.lab.tasks import FIRST, TASKS
+from benchmarks.lab.tasks import FIRST, QUICK, TASKS
 from benchmarks.netlab.whole import renewals
-from benchmarks.pages import DOCS, TABLES, tables_in
+from benchmarks.pages import DOCS, ROOT, TABLES, tables_in
 from benchmarks.shapes import bert_large, sizes
+from fusedonebit import ZeroOneAdam
 from fusedonebit.comm import Messages
 from fusedonebit.comm.shared_squares import Rows
 from fusedonebit.triton_kernels import FlatLayout, choose_block_size
@@ -229,6 +231,62 @@ def test_what_has_rates_of_its_own_is_finite_around_them(optimizer, by):
         assert all(run["metric"] is not None for run in runs.values()), task
 
 
+@pytest.mark.parametrize(("task", "weaker"), [("adders", "modadd")])
+def test_what_replaces_a_weaker_task_differs_little_by_seeds(task, weaker):
+    """And shows the default as far from AdamW as the other does, within both errors."""
+    view = View(parents=True)
+    runs = {each: view.runs(RECORDS, each, "adamw").values() for each in (task, weaker)}
+    assert min(map(len, runs.values())) >= 5
+    spreads = {each: stdev(math.log10(run["metric"]) for run in of_each) for each, of_each in runs.items()}
+    told = {each: difference(RECORDS, view, each, "onebit-adam-living") for each in spreads}
+    print(f"AdamW's seeds, decades: { {each: f'{s:.3f}' for each, s in spreads.items()} } (at most 0.05)")
+    print(f"the default: { {each: str(d) for each, d in told.items()} }")
+    assert spreads[task] < 0.05
+    assert abs(told[task].mean - told[weaker].mean) <= told[task].error + told[weaker].error
+
+
+def test_adapters_differ_little_between_seeds():
+    metrics = [run["metric"] for run in View(parents=True).runs(RECORDS, "adapters", "adamw").values()]
+    spread = 100 * stdev(metrics) / fmean(metrics)
+    print(f"adapters, AdamW: {len(metrics)} seeds differ by {spread:.2f} % (at most 1 %)")
+    assert len(metrics) >= 5
+    assert spread < 1.0
+
+
+APART = {4: [t for t in (*FIRST, "adapters") if TASKS[t].sources], 64: [t for t in QUICK if TASKS[t].sources]}
+APART[16] = APART[4]
+"""Tasks in which workers' data differ, by the number of workers."""
+
+
+@pytest.mark.parametrize("alike", [0.5, 0.0])
+@pytest.mark.parametrize("workers", APART)
+def test_what_it_costs_that_workers_data_differ_is_recorded(workers, alike):
+    view = View(workers, parents=True, alike=alike)
+    for name in lab_page.APART:
+        found = {task: difference(RECORDS, view, task, name) for task in APART[workers]}
+        print(f"{name}, {view.title}: { {task: str(d) for task, d in found.items()} }")
+        assert all(d.seeds >= 5 for d in found.values())
+
+
+def test_pages_say_how_zero_one_adam_ends_where_data_differ():
+    ends = {
+        (name, workers, task): difference(RECORDS, View(workers, parents=True, alike=0.0), task, name).mean
+        for name, workers in product(lab_page.APART, APART)
+        for task in APART[workers]
+        if task != "gan" and not TASKS[task].noiseless
+    }
+    ours = {key: end for key, end in ends.items() if key[0] == "onebit-adam-living"}
+    print(f"OneBitAdam where data differ, %: {ours}")
+    assert max(end for (_, workers, _), end in ours.items() if workers < 64) <= 2.0
+    of_64 = f"the recommender ends {ours['onebit-adam-living', 64, 'recsys']:.0f} % worse"
+    assert of_64 in (DOCS / "choose.md").read_text()
+    others = [end for key, end in ends.items() if key not in ours and not math.isnan(end)]  # which diverge have none
+    worst = f"up to {max(others):.0f} %"
+    for page in (ROOT / "README.md", DOCS / "start.md", DOCS / "zero-one-adam.md", DOCS / "choose.md"):
+        assert worst in page.read_text(), page
+    assert worst in ZeroOneAdam.__doc__
+
+
 def test_adamw_sends_eight_bytes_ours_its_warmup_and_messages():
     for key, record in RECORDS.found.items():
         if key.optimizer == "adamw":
@@ -239,6 +297,7 @@ def test_adamw_sends_eight_bytes_ours_its_warmup_and_messages():
 
 def test_the_pages_show_the_tables_of_the_runs():
     assert tables_in(DOCS / "choose.md", "LAB") == lab_page.headline_table(RECORDS).strip()
+    assert tables_in(DOCS / "choose.md", "APART") == lab_page.apart_table(RECORDS).strip()
     assert tables_in(TABLES / "lab.md") == lab_page.page_tables(RECORDS).strip()
     assert tables_in(TABLES / "ablations.md") == lab_page.ablations(RECORDS).strip()
     shown = (lab_page.RESULTS / "table.md").read_text()
