@@ -42,9 +42,8 @@ def make(records: Records, plan: Callable[[], Sequence[Key]], name: str) -> int:
     with Progress(*columns, console=Console(highlight=False)) as progress:
         bar = progress.add_task(name, total=None)
         first = [key for key in plan() if key not in records.found]
-        progress.console.print(
-            f"{name}: {len(first)} runs, about {records.hours(first):.2f} core-hours by those recorded"
-        )
+        hours = f", about {records.hours(first):.2f} core-hours by those recorded" if records.found else ""
+        progress.console.print(f"{name}: {len(first)} runs{hours}")
         while missing := [key for key in plan() if key not in records.found and key not in failed]:
             done = int(progress.tasks[0].completed)
             progress.update(bar, total=done + len(missing))

@@ -88,13 +88,13 @@ class Records:
         return self._of_cell.get((task, optimizer), {})
 
     def hours(self, keys: Iterable[Key]) -> float:
-        """Estimate the time of runs, by the mean of recorded ones of the task on as many workers, or on any."""
+        """Estimate the time of runs, by the mean of recorded ones of the task on as many workers, on any, or of all."""
         seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
         for key, record in self.found.items():
-            for workers in (key.workers, 0):
-                seconds[key.task, workers].append(record.get("seconds", 0.0))
+            for of in ((key.task, key.workers), (key.task, 0), ("", 0)):
+                seconds[of].append(record.get("seconds", 0.0))
         means = {of: sum(each) / len(each) for of, each in seconds.items()}
-        return sum(means.get((k.task, k.workers), means.get((k.task, 0), 0.0)) for k in keys) / 3600
+        return sum(means.get((k.task, k.workers), means.get((k.task, 0), means.get(("", 0), 0.0))) for k in keys) / 3600
 
     def metrics(self, task: str, optimizer: str) -> dict[float, float]:
         """Return the mean metric of each rate that was tried on all seeds of the search; inf where one diverged."""

@@ -41,7 +41,7 @@ class ZeroOneAdam(DistributedOptimizer):
         m = \frac{\bar u}{K} (\sqrt{\hat v} + \epsilon)
 
     Do not use it where workers' data differ: with other classes on each worker it ended up to 269 % worse than AdamW,
-    with other users on each of 16 workers 30 %; ``OneBitAdam`` ended as with data alike (docs/choose.md).
+    or diverged; ``OneBitAdam`` holds on most tasks (docs/choose.md).
 
     Do not average gradients yourself: give the optimizer local ones; with DDP call ``fusedonebit.ddp.attach``. After
     every round, when ``stats()["local_steps"]`` is 0, parameters are bit-identical on all ranks; within one they

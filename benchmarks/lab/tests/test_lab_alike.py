@@ -15,6 +15,7 @@ from benchmarks.lab.command import main
 from benchmarks.lab.records import Records, reported, search
 from benchmarks.lab.report import View, difference, views
 from benchmarks.lab.tasks import TASKS
+from fusedonebit.apps.parsing import InputError
 
 WITH = [name for name, task in TASKS.items() if task.sources]
 
@@ -115,7 +116,7 @@ def test_older_runs_are_of_data_alike_others_say_a_share(tmp_path):
     assert list(Records(path).found) == [key]
     for alike in (-0.1, 1.1, "half", float("nan")):
         path.write_text(json.dumps(record(replace(key, alike=0.5), 1.0) | {"alike": alike}) + "\n")
-        with pytest.raises(Exception, match="line 1, is no run of the lab"):
+        with pytest.raises(InputError, match="line 1, is no run of the lab"):
             Records(path)
 
 

@@ -225,7 +225,7 @@ def test_a_failing_run_ends_no_other(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "RuntimeError: this seed is broken" in out
     assert "seed=1" in out
-    assert "runs: 3 runs, about 0.00 core-hours by those recorded" in out
+    assert "runs: 3 runs\n" in out, "nothing recorded tells how long they take"
 
 
 def test_time_is_that_of_as_many_workers_on_the_task_or_of_any(tmp_path):
@@ -234,7 +234,7 @@ def test_time_is_that_of_as_many_workers_on_the_task_or_of_any(tmp_path):
         records.add(record(key, 1.0, seconds=seconds))
     of = [Key("mlp", "adamw", 1, workers, 0.1) for workers in (4, 16, 64)]
     assert [3600 * records.hours([key]) for key in of] == pytest.approx([18, 90, 54])
-    assert records.hours([*of, Key("vgg", "adamw", 0, 4, 0.1)]) == pytest.approx(162 / 3600)
+    assert records.hours([*of, Key("vgg", "adamw", 0, 4, 0.1)]) == pytest.approx((162 + 54) / 3600)
 
 
 def in_a_thread(count: int, **how: object) -> ThreadPoolExecutor:
