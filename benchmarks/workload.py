@@ -122,7 +122,7 @@ class Workload:
         return *where, squares, sums, self._zeros(1 + len(sums), dtype=INT32), total, None, None, self._zeros(2)
 
     def momentum_compress(self) -> tuple[Any, ...]:
-        v = self._divisor() if self.preconditioned else None
+        v = nouns.Preconditioner(self._positive(), None, False) if self.preconditioned else None
         # |0.9 * momentum + 0.1 * g| stays below the scale on average, so that c does not run away.
         compensated = nouns.Compensated(self._zeros(self.layout.numel), self._scale(0.3, self.blocks))
         written = (self._bytes(self.world_size), self.partials, self.skip.clone(), self.skip)

@@ -31,7 +31,7 @@ from ..triton_kernels import (
 )
 from ..triton_kernels.compress import OWN
 from ..triton_kernels.headers import Flag, Word
-from ..triton_kernels.nouns import Codes, Divisor, Header, Places, Sent, Signs, Stored
+from ..triton_kernels.nouns import Codes, Header, Places, Preconditioner, Sent, Signs, Stored
 from ..triton_kernels.tables import tables_of
 from .absent import absence, absent_on_all, packed
 from .error_feedback import ErrorFeedback
@@ -173,7 +173,7 @@ class CompressedAllReduce(FeedbackReducer):
         self.synchronise(lambda part: part.compress(tensors, table), StepContext(**context))
 
     def compress(
-        self, tensors: Sequence[Tensor], coef: Tensor, exp_avg_sq: Divisor | None = None, looks: Looks = NOWHERE
+        self, tensors: Sequence[Tensor], coef: Tensor, exp_avg_sq: Preconditioner | None = None, looks: Looks = NOWHERE
     ) -> None:
         """Write the signs of beta1*m + (1 - beta1)*g + e to the messages: the op ``momentum_compress``.
 
@@ -190,7 +190,7 @@ class CompressedAllReduce(FeedbackReducer):
             self.worker.read_by(self._drawn),
             Signs(self.gathered.bits, self.scale),
             coef,
-            self.part.divisor(exp_avg_sq),
+            self.part.of_variance(exp_avg_sq),
             self.to_servers.bits,
             self.worker.partials,
             self.verdict.found,
@@ -218,20 +218,23 @@ class CompressedAllReduce(FeedbackReducer):
         self.squares.exchange(self.transport)
         self.heard(self.means.buffer)
 
-    def renew_part(self, unit: Unit, v: Divisor, writes: bool = True) -> None:
+    def renew_part(self, unit: Unit, v: Preconditioner, writes: bool = True) -> None:
         """Renew this part, as ``OnePart`` says."""
-        here, means, ternary = self.part.divisor(v), self.means.codes, self.gathered.bits.dim() == 3
+        here, means, ternary = self.part.of_variance(v), self.means.codes, self.gathered.bits.dim() == 3
         assert here is not None
+        keeps, writes = writes and unit.kept is not None, writes and unit.kept is None
         if unit.divides:
             for server in self.sides[1:]:  # it keeps no momentum
                 rank, blocks = self.transport.rank, self.own
-                chunk = Divisor(here.numbers.view(self.layout.world_size, -1)[rank], *here[1:])
+                chunk = here._replace(numbers=here.numbers.view(self.layout.world_size, -1)[rank])
                 chunk = chunk._replace(exponents=None if here.exponents is None else here.exponents[blocks])
                 own = Codes(*(each[rank:][:1] for each in means))
                 server.renew(self.places.at(blocks), None, ternary, unit, chunk, own, False)
             self.worker.renew(self.places, Signs(self.gathered.bits, self.scale), ternary, unit, here, means, writes)
         elif writes:
             renew(self.places, *(None,) * 4, ternary, unit.coef, here, means, unit.factors, writes)
+        if keeps:
+            unit.keep(means, self.part)
         if self.squares is not None:
             self.squares.forget()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..triton_kernels import finish, finish_alone, renew, rules, settle
 from ..triton_kernels.codes import in_float32
 from ..triton_kernels.finish import Segments
-from ..triton_kernels.nouns import Codes, Coefficients, Compensated, Divisor, Header, Places, Signs, Stored
+from ..triton_kernels.nouns import Codes, Coefficients, Compensated, Header, Places, Preconditioner, Signs, Stored
 from .absent import Backup
 from .message import Messages
 from .shared_squares import Unit
@@ -111,8 +111,9 @@ class ErrorFeedback(Scaled):
         return Backup(rows, self.places.block_tensor, [*own, *elements], bits=bits, tables=[*own_tables, *tables])
 
     def renew(
-        self, places: Places, exp_avg: Signs | None, ternary: bool, unit: Unit, v: Divisor, means: Codes, writes: bool
-    ) -> None:
+        self, places: Places, exp_avg: Signs | None, ternary: bool, unit: Unit, v: Preconditioner, means: Codes,
+        writes: bool,
+    ) -> None:  # fmt: skip
         """Renew v, if this ``writes``, and bring c, and the momentum, to its unit; see the op ``renew``."""
         own = self.stored, self.scale, self.settled
         renew(places, *own, exp_avg, ternary, unit.coef, v, means, unit.factors, writes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..triton_kernels import SCALE_NORMS, FlatLayout, LiveTable
 from ..triton_kernels.headers import CHECKED, Word, folded, unfolded
 from ..triton_kernels.limit import judged, squares_by_block
-from ..triton_kernels.nouns import Divisor, Limit, Places, Stored
+from ..triton_kernels.nouns import Limit, Places, Preconditioner, Stored
 from ..triton_kernels.tables import BlockTables
 from .absent import Backup
 from .error_feedback import ErrorFeedback
@@ -72,8 +72,8 @@ class OnePart(Protocol):
     def share_part(self) -> None:
         """Make ``means``."""
 
-    def renew_part(self, unit: Unit, v: Divisor, writes: bool = True) -> None:
-        """Renew this part, as ``FeedbackReducer.renew``; v of the whole index space is written if ``writes``."""
+    def renew_part(self, unit: Unit, v: Preconditioner, writes: bool = True) -> None:
+        """Renew this part, as ``FeedbackReducer.renew``; v, or what it is made of, is written if ``writes``."""
 
 
 class FeedbackReducer(Reducer):
@@ -198,8 +198,8 @@ class FeedbackReducer(Reducer):
         sums = [part.means.sums for part in self.parts]
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def renew(self, unit: Unit, v: Divisor) -> None:
-        """Write the next v, [P], and bring momentum and residuals to its unit.
+    def renew(self, unit: Unit, v: Preconditioner) -> None:
+        """Write the next v, [P], or keep what it is made of, and bring momentum and residuals to its unit.
 
         The momentum becomes part of the workers' residuals: the result is zero until the next step.
         """

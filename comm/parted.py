@@ -28,7 +28,7 @@ from torch import Tensor
 from ..triton_kernels import FlatLayout, LiveTable, ScaleScope, close_parts, live_table, renew
 from ..triton_kernels.compress import OWN
 from ..triton_kernels.headers import CHECKED, Word, union
-from ..triton_kernels.nouns import Divisor, Places, Stored
+from ..triton_kernels.nouns import Places, Preconditioner, Stored
 from ..triton_kernels.parts import programs_of as programs_to_close
 from ..triton_kernels.tables import tables_of
 from .absent import Backup, absence, absent_on_all
@@ -388,12 +388,14 @@ class HierarchicalAllReduce(PartedAllReduce):
         self._means = own.like(whole)
         return self._means.sums
 
-    def renew(self, unit: Unit, v: Divisor) -> None:
+    def renew(self, unit: Unit, v: Preconditioner) -> None:
         if unit.divides:
             self.parts[0].renew_part(unit, v, False)
             self.scale.zero_()
-        ternary = self.gathered.bits.dim() == 3
-        renew(self.places, *(None,) * 4, ternary, unit.coef, v, self._means.codes, unit.factors, True)
+        if unit.kept is None:
+            ternary = self.gathered.bits.dim() == 3
+            renew(self.places, *(None,) * 4, ternary, unit.coef, v, self._means.codes, unit.factors, True)
+        unit.keep(self._means.codes, Section(self.layout))
         del self._means, self.sums
         for part in self.parts:
             if part.squares is not None:

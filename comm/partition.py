@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import LARGEST_GRADIENT, TAIL, FlatLayout, LiveTable, flatten
-from ..triton_kernels.nouns import Divisor
+from ..triton_kernels.nouns import Preconditioner
 from ..triton_kernels.tables import tables_of
 from .transport import LocalTransport, Transport
 
@@ -59,7 +59,7 @@ class Section:
     gradients = pieces
     """What is compressed here of the gradients."""
 
-    def divisor(self, whole: Divisor | None) -> Divisor | None:
+    def of_variance(self, whole: Preconditioner | None) -> Preconditioner | None:
         """Return what of a variance lies here."""
         if whole is None or self.layout is self.whole:
             return whole

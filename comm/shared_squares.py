@@ -19,6 +19,7 @@ from ..triton_kernels.nouns import Codes, Places, Stored
 from ..triton_kernels.projections import Projections
 from ..triton_kernels.renewal import SUMS
 from .message import ALIGNMENT
+from .partition import Section
 from .shards import ShardGroup
 from .transport import Transport
 
@@ -46,6 +47,14 @@ class Unit(NamedTuple):
     """float32 [3, tensors], as ``renew_levels`` writes it."""
     divides: bool
     """Whether what is compressed is divided by the variance's root: else only that is renewed."""
+    kept: Stored | None
+    """Where the mean squares are kept, of which the next v is made, [P] codes; None: the next v is written."""
+
+    def keep(self, means: Codes, part: Section) -> None:
+        """Keep the mean squares of a part of the index space, once nobody reads the last ones any more."""
+        if self.kept is not None and self.kept.exponents is not None:
+            self.kept.numbers[part.elements].view(means.numbers.shape).copy_(means.numbers)
+            self.kept.exponents[part.blocks].view(means.exponents.shape).copy_(means.exponents)
 
 
 class Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from observe import flat, observe, parameters, served, whole_server_error
+from observe import flat, observe, parameters, served, variances, whole_server_error
 from torch.nn import Parameter
 
 from fusedonebit.core.optimizer import DistributedOptimizer
@@ -45,8 +45,8 @@ def set_gradients(params: list[Parameter], rank: int, step: int, event: str) -> 
 
 def denominators(optimizer: DistributedOptimizer) -> np.ndarray:
     """What preconditioned momentum was divided by; of the frozen variance."""
-    group, params = optimizer.param_groups[0], parameters(optimizer)
-    v = flat([optimizer.state[p]["exp_avg_sq"] for p in params]).astype(float)
+    group = optimizer.param_groups[0]
+    v = flat(variances(optimizer)).astype(float)
     corrected = optimizer.frame.options.shares_variance or not optimizer.frame.options.numerics.bias_correction
     correction = 1.0 if corrected else 1 - group["betas"][1] ** WARMUP
     return np.sqrt(v / correction) + group["eps"]

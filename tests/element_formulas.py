@@ -44,7 +44,7 @@ def momentum_compress(w: Wide, after: Any) -> None:
     a, ternary = w.before, w.before.bits.dim() == 3
     old, s, m = w.of(a.compensated.numbers), w.each(a.compensated.scale), w.momentum(a.exp_avg)
     g, bad = w.gradient()
-    v = None if a.exp_avg_sq is None else w.of(a.exp_avg_sq.numbers)
+    v = None if a.exp_avg_sq is None else w.variance(a.exp_avg_sq)
     if a.worker_sq is not None:
         own = w.k(Coef.BETA2) * w.of(a.worker_sq) + w.k(Coef.ONE_MINUS_BETA2) * g * g
         own = np.where(w.live, np.where(bad | ~fits(own), w.of(a.worker_sq), own), 0.0)

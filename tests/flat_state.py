@@ -17,7 +17,7 @@ def whole_state(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     reduce.settle()
     tensors = {kept.name: kept.tensor for kept in optimizer.contents.kept() if kept.wanted and not kept.of_rank}
     tensors |= {
-        "v": optimizer.algorithm.moments.exp_avg_sq,
+        "v": optimizer.algorithm.moments.written_out(),
         "step": optimizer.frame.steps.of_each,
         "scale": reduce.scale,
         "bits": reduce.bits,

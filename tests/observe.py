@@ -50,6 +50,11 @@ def train(optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> 
         optimizer.step()
 
 
+def variances(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
+    """v of each parameter, in whatever form it is kept."""
+    return [optimizer.algorithm.value_of("exp_avg_sq", i) for i in range(len(parameters(optimizer)))]
+
+
 def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     """All of the state, momentum and residuals in momentum units.
 
@@ -66,7 +71,7 @@ def observe(optimizer: DistributedOptimizer) -> dict[str, np.ndarray]:
     state = {
         "x": flat(params),
         "m": momentum,
-        "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
+        "v": flat(variances(optimizer)),
         "worker_error": np.zeros(0, dtype=np.float32),
         "server_error": np.zeros(0, dtype=np.float32),
     }

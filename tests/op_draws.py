@@ -74,6 +74,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "rounding": (None, ...),
     "correction": (None, torch.int8, torch.int16),
     "momentum_compress.worker_sq": (None, ...),
+    "exp_avg_sq_factors": (None, None, ...),
     "compensated_limit": (torch.inf, 0.5, 0.0),
     "step_share": (1.0, 0.25),
     "follow_level.world_size": (3, 1),
@@ -297,7 +298,15 @@ def of_local_update(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
         chosen["chunks_first"], chosen["chunks_last"] = how["chunks"]
 
 
+def of_mean_squares(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
+    """What a variance is made of is in codes."""
+    if chosen["exp_avg_sq_factors"] is not None:
+        chosen["exp_avg_sq_numbers"] = CODES
+
+
 def of_a_renewal(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
+    of_mean_squares(chosen, how, layout)
+    chosen["writes"] &= chosen["exp_avg_sq_factors"] is None
     if chosen["server"] or chosen["compensated"] is None:
         chosen["exp_avg"] = None
 
@@ -309,6 +318,7 @@ def of_squares(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
 
 ROOM: dict[str, Callable[[Chosen, Chosen, Chosen], None]] = {
     "apply_momentum": of_masters,
+    "momentum_compress": of_mean_squares,
     **either("adam_update lamb_update lamb_move", of_moments),
     "server_reduce": of_a_server,
     "local_step": of_local_step,

@@ -15,6 +15,7 @@ from op_rules import either
 from torch import Tensor
 
 from fusedonebit.triton_kernels import Coef, unpack
+from fusedonebit.triton_kernels.codes import decode
 from fusedonebit.triton_kernels.headers import CHECKED, Flag, Word
 
 FORMULAS: dict[str, Callable[[Any, Any], None]] = {}
@@ -72,6 +73,16 @@ class Wide:
 
     def of(self, x: Tensor) -> Array:
         return wide(x)[: self.live.size]
+
+    def variance(self, of: Any) -> Array:
+        """What a preconditioner has: as it is, or made of mean squares."""
+        return self.of(of.numbers) if of.factors is None else self.renewed(of, of.factors)
+
+    def renewed(self, mean_sq: Any, factors: Tensor) -> Array:
+        """The variance that is made of codes, a row or several."""
+        x = decode(mean_sq.numbers.reshape(-1, self.block), mean_sq.exponents.reshape(-1)).double().numpy().reshape(-1)
+        factor, usual, least = (self.each(row[self.owner]) for row in factors)
+        return np.maximum(np.where(x > 0, x * factor, usual), least)
 
     def flat(self, tensors: Sequence[Tensor]) -> Array:
         """Tensors laid side by side, zeros between them; an empty one is zeros."""

@@ -285,9 +285,9 @@ def fresh(m: Any) -> Tensor:
 
 
 def next_variance(m: Any) -> Tensor:
-    """Return what the next variance is made with; of the last tensor it stays."""
+    """Return what a variance is made with; the last tensor waits for its first gradient."""
     tables = positive(m) * torch.tensor([[1.0], [0.1], [0.01]])
-    tables[1, -1:] = 0.0
+    tables[:, -1:] = 0.0
     return tables
 
 
@@ -420,7 +420,7 @@ RULES: dict[str, Rule] = {
     "renew_levels.sums": sums_of_squares,
     "renew_levels.mean_sq": lambda m: m.done["levels"][2].double(),
     **either("renew_levels.entered renew_levels.factors", lambda m: torch.zeros(m.shape, dtype=m.dtype)),
-    "renew.factors": next_variance,
+    **either("renew.factors exp_avg_sq_factors", next_variance),
     "follow_level.told": told_levels,
     "levels": levels,
     "renew_levels.steps": lambda m: 5.0 + torch.arange(m.known["T"]).double(),

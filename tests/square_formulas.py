@@ -101,12 +101,9 @@ def average_squares(w: Wide, after: Any) -> None:
 @formula
 def renew(w: Wide, after: Any) -> None:
     """What was divided by the old denominator is then divided by the new one."""
-    a, old = w.before, w.of(w.before.exp_avg_sq.numbers)
+    a, old = w.before, w.variance(w.before.exp_avg_sq)
     inside, signs = a.exp_avg_sq.eps_inside_sqrt, a.exp_avg
-    mean_sq = decoded(a.means, w.block).double().numpy().reshape(-1)
-    factor, usual, least = (w.each(row[w.owner]) for row in a.factors)
-    new = np.where(usual > 0, np.maximum(np.where(mean_sq > 0, mean_sq * factor, usual), least), old)
-    new = np.where(w.live, new, 0.0)
+    new = np.where(w.live, w.renewed(a.means, a.factors), 0.0)
     if a.compensated is not None:
         c, s = w.of(a.compensated.numbers), w.each(a.scale)
         kept, size = c - s * sign(c, a.ternary), np.abs(c) + s
@@ -117,7 +114,8 @@ def renew(w: Wide, after: Any) -> None:
         near(w.of(after.compensated.numbers), np.where(w.live, kept * unit, 0.0), 1e-5 * size * unit + 1e-38)
         close(after.settled, wide(a.settled) + wide(a.scale), 4 * EPS32)
         assert not after.scale.any()
-    close(w.of(after.exp_avg_sq.numbers), new if a.writes else old, 4 * EPS32)
+    if a.exp_avg_sq.factors is None:
+        close(w.of(after.exp_avg_sq.numbers), new if a.writes else old, 4 * EPS32)
 
 
 def followed(levels: Tensor, kept: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,10 +152,10 @@ def renew_levels(a: Any, after: Any) -> None:
     level, weight = torch.where(counts, level, before[0]), torch.where(counts, weight, before[1])
     corrected = torch.where((total > 0) & (level > 0), level / weight.clamp(min=1e-30), 0.0)
     mean = corrected / alive.clamp(min=1e-30)
+    lives = mean.nan_to_num() > 1e-38
     factors = torch.stack([corrected / total.clamp(min=1e-30), mean, mean * a.floor]).nan_to_num()
-    close(after.factors, factors, 1e-6, 1e-38)
-    lives = after.factors[1] > 0
-    mean_sq = torch.where(lives, after.factors[1].double(), a.mean_sq)
+    close(after.factors, torch.where(lives, factors, torch.stack([0 * mean, a.mean_sq, a.mean_sq])), 1e-6, 1e-38)
+    mean_sq = after.factors[1].double()  # of a tensor without a level, or without squares, as it was
     same(after.mean_sq, mean_sq)
     held = torch.where(counts & (square > 0), level, before[4])
     expected = torch.stack([level, weight, mean_sq, torch.where(counts, a.steps, before[3]), held])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from observe import flat, observe, parameters
+from observe import flat, observe, parameters, variances
 from optimizers import by_name
 from reference_runs import (
     ADAM,
@@ -81,7 +81,7 @@ def look(optimizer: Any) -> dict[str, np.ndarray]:
         return {
             "x": flat(params),
             "m": flat([optimizer.momentum(p) for p in params]),
-            "v": flat([optimizer.state[p]["exp_avg_sq"] for p in params]),
+            "v": flat(variances(optimizer)),
             "rho": flat([states[i]["rho"] for i in range(len(params))]),
             "worker_error": flat([optimizer.worker_error(p) for p in params]),
             "server_error": flat([optimizer.algorithm.exchange.reducer.of_rank.server.numbers]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conservation import BETA2, WARMUP, look
 from freeze_runs import gradient, make, step_once, train
-from observe import fingerprint, flat, observe, parameters, served, through_a_file, whole_server_error
+from observe import fingerprint, flat, observe, parameters, served, through_a_file, variances, whole_server_error
 from optimizers import ADAM_AND_LAMB, EACH_FROZEN, EACH_ONEBIT, UNGUARDED, construct
 from ranks import run_ranks
 from torch.nn import Parameter
@@ -101,7 +101,7 @@ def test_the_variance_is_another_after_each_stretch(name):
     for step in range(WARMUP + 2 * (EVERY + STRETCH) + 1):
         step_once(optimizer, 0, step)
         if optimizer.phase == "compression":
-            v = flat([optimizer.state[p]["exp_avg_sq"] for p in parameters(optimizer)])
+            v = flat(variances(optimizer))
             assert np.array_equal(frozen.setdefault(optimizer.stats()["freeze_step"], v), v)
     first, second, third = frozen.values()
     assert (first != second).all()
@@ -125,7 +125,7 @@ def rewarm_once(rank: int, transport, name: str, options: dict) -> dict:
     told = optimizer.stats()
     assert (told["worker_error_norm"], told["server_error_norm"], told["compensated_norm"]) == (0, 0, 0)
     assert not any(optimizer.worker_error(p).any() for p in parameters(optimizer))
-    group, v = optimizer.param_groups[0], flat([optimizer.state[p]["exp_avg_sq"] for p in parameters(optimizer)])
+    group, v = optimizer.param_groups[0], flat(variances(optimizer))
     unbias = 1 - group["betas"][0] ** (WARMUP + EVERY + 1) if optimizer.frame.options.numerics.bias_correction else 1.0
     # A step of Adam's, by the v with which the stretch begins, as the momentum is that it goes on with.
     most = group["betas"][0] * unbias * np.sqrt(v / min(BETA2, 1 - 1 / STRETCH))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from . import bit_rules, headers, rules
 from .codes import coded, decoded, load_codes, store_codes
 from .jit import jit, tl
-from .rules import COLUMNS
+from .rules import COLUMNS, FACTOR, LEAST, USUAL
 
 NONFINITE = headers.NONFINITE  # the flag that an element sets whose gradient or update does not count
 PARTLY = headers.PARTLY  # the same, where that costs no other element its step
@@ -193,6 +193,22 @@ def load(stored, b, i, SIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
         return tl.load(stored.numbers + b * BLOCK_SIZE + i).to(tl.float32)
     else:
         return load_codes(stored.numbers + b * BLOCK_SIZE + i, stored.exponents + b, SIGNED)
+
+
+@jit()
+def renewed(mean_sq, factors, stride, t):
+    """Make v of mean squares by tensor ``t``'s column of ``Factor``."""
+    factor, usual = tl.load(factors + FACTOR * stride + t), tl.load(factors + USUAL * stride + t)
+    return rules.renewed(mean_sq, factor, usual, tl.load(factors + LEAST * stride + t))
+
+
+@jit()
+def load_variance(of, t, b, i, BLOCK_SIZE: tl.constexpr):
+    """Load a block of what ``nouns.Preconditioner`` has, float32."""
+    v = load(of, b, i, False, BLOCK_SIZE)
+    if of.factors is not None:
+        v = renewed(v, of.factors, of.factors_stride, t)
+    return v
 
 
 @jit()

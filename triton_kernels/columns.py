@@ -68,3 +68,14 @@ class Layer(IntEnum):
     """r_t; 1 until the compression stage."""
     COEFFICIENT = 2
     """c_t of the last step."""
+
+
+class Factor(IntEnum):
+    """Rows of ``factors``, float32 [len(Factor), tensors]: what a living v is made with of workers' mean squares."""
+
+    FACTOR = 0
+    """What these are multiplied with."""
+    USUAL = 1
+    """v where there are none; 0 of a tensor that waits for its first gradient, whose v is 0."""
+    LEAST = 2
+    """The least v."""

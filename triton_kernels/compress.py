@@ -14,9 +14,21 @@ from __future__ import annotations
 from . import block_io as io
 from . import rules
 from . import user_tensors as users
-from .eager import compress, gather, load, only_live, scaled, store, store_nearest, tiles, write_partials
+from .eager import compress, gather, load, load_variance, only_live, scaled, store, store_nearest, tiles, write_partials
 from .jit import jit, tl
-from .nouns import CoefTable, Compensated, Divisor, Flag, Moment, Packed, Partials, Places, Signs, Stored, Tensors
+from .nouns import (
+    CoefTable,
+    Compensated,
+    Flag,
+    Moment,
+    Packed,
+    Partials,
+    Places,
+    Preconditioner,
+    Signs,
+    Stored,
+    Tensors,
+)
 from .op import op
 
 OWN = 2  # row of exponents: of a worker's own squares; those of c come first, then v's
@@ -31,7 +43,7 @@ def momentum_compress_kernel(
     """Grid: blocks.
 
     Bytes per element: g, 4, 2 or 1 for c, twice, 1/8 + 1/8 for bits (twice where TERNARY); 4, 2 or 1 for the variance,
-    if any; as many, twice, for the worker's own, if any.
+    if any, or 1 where it is made of mean squares; as many as of c, twice, for the worker's own, if any.
     """
     if tl.load(hold) != 0:
         return
@@ -48,7 +60,7 @@ def momentum_compress_kernel(
     place = users.place_of(grads_table, tensors, t, places.block_start, b, BLOCK_SIZE)
     g = users.load(place, i, io.counting(places.live, row, i, BLOCK_SIZE), row, GRADS)
     if exp_avg_sq.numbers is not None:
-        v = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
+        v = io.load_variance(exp_avg_sq, t, b, i, BLOCK_SIZE)
     if worker_sq is not None:
         exponents = compensated.exponents
         squares = Stored(worker_sq, None if exponents is None else exponents + OWN * compensated.exponents_stride)
@@ -81,7 +93,7 @@ def momentum_compress_kernel(
 )
 def momentum_compress(
     grads: Tensors, places: Places, compensated: Compensated, exp_avg: Signs, coef: CoefTable,
-    exp_avg_sq: Divisor | None, bits: Packed, partials: Partials, found: Flag, hold: Flag,
+    exp_avg_sq: Preconditioner | None, bits: Packed, partials: Partials, found: Flag, hold: Flag,
     worker_sq: Moment | None = None,
 ) -> None:  # fmt: skip
     """Update the momentum and compress it with error feedback, in one pass (1-bit LAMB, lines 6 and 7: 1-bit Adam's).
@@ -127,7 +139,7 @@ def momentum_compress(
         if exp_avg_sq is None:
             new = rules.with_gradient(kept, g, k)
         else:
-            v = load(exp_avg_sq, tile, signed=False)
+            v = load_variance(exp_avg_sq, places, tile)
             v = v if squares is None else rules.shared_or_own(v, own)
             new = rules.with_preconditioned(kept, g, v, k, exp_avg_sq.eps_inside_sqrt)
         new = only_live(new, places, tile)

@@ -19,7 +19,7 @@ from .codes import decode, encode, keep_nearest
 from .headers import PARTLY
 from .jit import numpy, tl
 from .layout import FlatLayout, Span
-from .nouns import Divisor, Moments, Places, Stored
+from .nouns import Divisor, Moments, Places, Preconditioner, Stored
 from .tables import FULL_ROW, SPREAD
 
 ABS, SQUARE, NONZERO = 0, 1, 2  # rows of the partial sums; the last only where ternary
@@ -207,20 +207,26 @@ def follow(
     return *(stored if as_kept else (new_m, new_v)), still
 
 
-def _rows(stored: Stored | Divisor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+def _rows(stored: Stored | Divisor | Preconditioner, tile: Tile) -> tuple[Tensor, Tensor | None]:
     """View what a tile has of what is stored: values [blocks, block_size], and exponents uint8 [blocks]."""
     b = tile.blocks
     values = stored.numbers.view(-1, tile.numel // (b.stop - b.start))[b]
     return values, None if stored.exponents is None else stored.exponents[b]
 
 
-def load(stored: Stored | Divisor, tile: Tile, signed: bool = True) -> Tensor:
+def load(stored: Stored | Divisor | Preconditioner, tile: Tile, signed: bool = True) -> Tensor:
     """Do as ``block_io.load`` of a tile, float32 [blocks, block_size]: where it is in float32, the same memory."""
     values, exponents = _rows(stored, tile)
     return values.float() if exponents is None else decode(values, exponents, signed=signed)
 
 
-def store(stored: Stored | Divisor, new: Tensor, drawn: Tensor | None, tile: Tile, signed: bool = True) -> Tensor:
+def load_variance(of: Preconditioner, places: Places, tile: Tile) -> Tensor:
+    """Do as ``block_io.load_variance`` of a tile."""
+    v = load(of, tile, signed=False)
+    return v if of.factors is None else rules.renewed(v, *of.factors[:, places.block_tensor[tile.blocks], None])
+
+
+def store(stored: Stored, new: Tensor, drawn: Tensor | None, tile: Tile, signed: bool = True) -> Tensor:
     """Do as ``block_io.store`` of a tile's values, float32 [blocks, block_size]; return what is stored of them."""
     values, exponents = _rows(stored, tile)
     if drawn is None or values.dtype is torch.float32:
@@ -234,7 +240,7 @@ def store(stored: Stored | Divisor, new: Tensor, drawn: Tensor | None, tile: Til
     return load(stored, tile, signed)
 
 
-def store_nearest(stored: Stored | Divisor, x: Tensor, tile: Tile, signed: bool = True) -> None:
+def store_nearest(stored: Stored | Preconditioner, x: Tensor, tile: Tile, signed: bool = True) -> None:
     """Store a tile's values, float32 [blocks, block_size], rounded to nearest."""
     values, exponents = _rows(stored, tile)
     keep_nearest(x, values, exponents, signed=signed)

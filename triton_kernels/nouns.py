@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .columns import Layer
+from .columns import Factor, Layer
 from .native.generate import Spec
 from .rules import GROUP_COLUMNS
 
@@ -34,6 +34,8 @@ CoefTable = Annotated[Floats, "T COLUMNS"]
 """A row of ``Coef`` for each tensor."""
 Layers = Annotated[Floats, f"{len(Layer)} T"]
 """A column of ``Layer`` for each tensor."""
+Factors = Annotated[Floats, f"{len(Factor)} T"]
+"""A column of ``Factor`` for each tensor."""
 AnyFloats = Annotated[Tensor, Spec(None)]
 """float32 or bfloat16."""
 AnyTensor = Annotated[Tensor, Spec(None, dense=False, others=(torch.float16, torch.float64, torch.bool, *INTEGERS))]
@@ -206,6 +208,24 @@ class Divisor(NamedTuple):
     """As in ``Stored``."""
     eps_inside_sqrt: bool
     """Whether the denominator is sqrt(v + eps), v corrected for its start at 0, else sqrt(v) + eps."""
+
+
+class Preconditioner(NamedTuple):
+    """A ``Divisor`` of gradients, before they are compressed, which may be made of workers' mean squares."""
+
+    numbers: Moment
+    """v, as in ``Stored``; or codes of mean squares, of which ``rules.renewed`` makes it."""
+    exponents: Annotated[Bits, "B"] | None
+    """As in ``Stored``."""
+    eps_inside_sqrt: bool
+    """As in ``Divisor``."""
+    factors: Factors | None = None
+    """With which v is made of mean squares; None: ``numbers`` are v."""
+
+    @staticmethod
+    def derived() -> Derived:
+        """Return what kernels find here besides."""
+        return {"factors_stride": ("i32", lambda factors: stride(factors))}
 
 
 class Codes(NamedTuple):

@@ -5,36 +5,36 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from . import block_io as io
 from . import headers, rules
 from .advance import plain_power, power
 from .codes import decode, load_codes
-from .eager import load, nearest, only_live, scaled, store_nearest, tiles
+from .eager import load, load_variance, nearest, only_live, scaled, store_nearest, tiles
 from .jit import jit, rule, tl
 from .nouns import (
     Codes,
     CoefTable,
-    Divisor,
     DoublePerTensor,
+    Factors,
     Flag,
     Floats,
     FloatsOrDoubles,
     OfTensors,
     PerBlock,
     Places,
+    Preconditioner,
     Signs,
     Stored,
     Table,
 )
 from .op import op
-from .rules import BETA2, COLUMNS, INFINITY, LARGEST
+from .rules import BETA2, COLUMNS, FACTOR, INFINITY, LARGEST, LEAST, USUAL
 from .squares import ALIVE, PROJECTED, TOTAL
 
 LEVEL, WEIGHT, MEAN, FOLLOWED, HELD = 0, 1, 2, 3, 4  # rows of ``levels``
 LEVELS = 5
-FACTOR, USUAL, LEAST = 0, 1, 2  # rows of ``factors``
-FACTORS = 3
 VETO = headers.VETO
 MOST_FALL = 0.25  # of the level that a tensor had when a gradient of it was last seen
 SUMS = 3  # rows of what servers tell of a block
@@ -120,13 +120,13 @@ def renew_levels_kernel(
     tl.store(levels + FOLLOWED * levels_stride + t, tl.where(taken, done.to(tl.float32), last))
     level = level_of(level.to(tl.float64), weight.to(tl.float64), total)
     factor, usual, least = factors_of(level, total, alive, floor)
-    tl.store(factors + FACTOR * factors_stride + t, factor.to(tl.float32))
-    tl.store(factors + USUAL * factors_stride + t, usual.to(tl.float32))
-    tl.store(factors + LEAST * factors_stride + t, least.to(tl.float32))
     lives = usual.to(tl.float32) > 0.0
     tl.atomic_add(woken, 1, mask=lives & (last_mean == 0.0))
     tl.store(entered + t, INFINITY, mask=lives)
     mean = tl.where(lives, usual.to(tl.float32).to(tl.float64), last_mean)
+    tl.store(factors + FACTOR * factors_stride + t, tl.where(lives, factor, 0.0).to(tl.float32))
+    tl.store(factors + USUAL * factors_stride + t, mean.to(tl.float32))
+    tl.store(factors + LEAST * factors_stride + t, tl.where(lives, least, mean).to(tl.float32))
     tl.store(levels + MEAN * levels_stride + t, mean.to(tl.float32))
     tl.store(mean_sq + t, mean)
 
@@ -142,7 +142,7 @@ def renew_levels_kernel(
 def renew_levels(
     sums: Annotated[FloatsOrDoubles, "chunks 3 blocks"], first_block: Annotated[Table, "T+1"], coef: CoefTable,
     steps: DoublePerTensor, flags: Flag, absent: OfTensors | None, floor: float, levels: Annotated[Floats, "5 T"],
-    mean_sq: DoublePerTensor, entered: DoublePerTensor, woken: Flag, factors: Annotated[Floats, "3 T"],
+    mean_sq: DoublePerTensor, entered: DoublePerTensor, woken: Flag, factors: Factors,
 ) -> None:  # fmt: skip
     """Let each tensor's level follow the last gradient, and make of it what the next v is made with.
 
@@ -166,8 +166,8 @@ def renew_levels(
         mean_sq: That mean again, read and written.
         entered: Written: infinite where there is a variance.
         woken: The number of tensors that have come alive is added.
-        factors: Written: what squares are multiplied with, what v is where there are none, 0 of a
-            tensor whose v stays, and the least v.
+        factors: Written: what v is made with. Of a tensor whose squares have all become 0, that is its last mean
+            alone: with this each v is a function of ``factors`` and of mean squares, and of nothing else.
     """
     rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double()
     lengths = first_block.diff().long()
@@ -183,11 +183,12 @@ def renew_levels(
     new = torch.stack([new_level, new_weight, mean_sq, steps, held]).float()
     levels.copy_(torch.where(taken, new, levels))
     level, weight = levels[:MEAN].double()
-    factors.copy_(torch.stack(factors_of(level_of(level, weight, total), total, alive, floor)))
-    alive_now = factors[USUAL] > 0
-    woken += (alive_now & (mean_sq == 0)).sum().int()
-    entered.masked_fill_(alive_now, INFINITY)
-    mean_sq.copy_(torch.where(alive_now, factors[USUAL].double(), mean_sq))
+    factor, usual, least = factors_of(level_of(level, weight, total), total, alive, floor)
+    lives = usual.float() > 0
+    woken += (lives & (mean_sq == 0)).sum().int()
+    entered.masked_fill_(lives, INFINITY)
+    mean_sq.copy_(torch.where(lives, usual.float().double(), mean_sq))
+    factors.copy_(torch.stack([torch.where(lives, factor, 0.0), mean_sq, torch.where(lives, least, mean_sq)]))
     levels[MEAN] = mean_sq
 
 
@@ -199,7 +200,10 @@ def renew_kernel(
     compensated, scale, settled, exp_avg, coef, block_tensor, exp_avg_sq, means, factors, factors_stride, live,
     live_row, blocks_per_chunk, TERNARY: tl.constexpr, WRITES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks. Bytes per element: 4, 2 or 1 for c and for v, twice; 1/8 for bits if any, 1 for a logarithm."""
+    """Grid: blocks.
+
+    Bytes per element: 4, 2 or 1 for c, twice, and for v, twice if written; 1/8 for bits if any, 1 for a logarithm.
+    """
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
     t, k = io.tensor_of(b, block_tensor, coef)
@@ -209,11 +213,10 @@ def renew_kernel(
     mask = io.counting(live, row, i, BLOCK_SIZE)
     at = means.numbers + chunk * means.numbers_stride + own * BLOCK_SIZE
     mean_sq = load_codes(at + i, means.exponents + chunk * means.exponents_stride + own, False)
-    factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
-    v = rules.renewed(mean_sq, factor, usual, tl.load(factors + LEAST * factors_stride + t))
-    last = io.load(exp_avg_sq, b, i, False, BLOCK_SIZE)
-    v = io.only_active(tl.where(usual > 0, v, last), mask, row)
-    v, code, exponent = io.nearest(exp_avg_sq, v, False)
+    v = io.only_active(io.renewed(mean_sq, factors, factors_stride, t), mask, row)
+    last = io.load_variance(exp_avg_sq, t, b, i, BLOCK_SIZE)
+    if exp_avg_sq.factors is None:
+        v, code, exponent = io.nearest(exp_avg_sq, v, False)
     if compensated.numbers is not None:
         c = io.load(compensated, b, i, True, BLOCK_SIZE)
         s = tl.load(scale + b)
@@ -247,8 +250,8 @@ def renew_kernel(
 )
 def renew(
     places: Places, compensated: Stored | None, scale: PerBlock | None, settled: PerBlock | None, exp_avg: Signs | None,
-    ternary: bool, coef: CoefTable, exp_avg_sq: Divisor, means: Annotated[Codes, "chunks=R elements=P/R blocks=B/R"],
-    factors: Annotated[Floats, "3 T"], writes: bool,
+    ternary: bool, coef: CoefTable, exp_avg_sq: Preconditioner,
+    means: Annotated[Codes, "chunks=R elements=P/R blocks=B/R"], factors: Factors, writes: bool,
 ) -> None:  # fmt: skip
     """Bring what is divided by one variance's root to the unit of the next: times old over new denominator.
 
@@ -266,17 +269,17 @@ def renew(
         exp_avg_sq: v, in whose unit c still is [n].
         means: Mean squares, of which the next v is made.
         factors: As ``renew_levels`` writes it.
-        writes: Whether ``exp_avg_sq`` becomes the next v.
+        writes: Whether ``exp_avg_sq`` becomes the next v; not where that is made of mean squares.
     """
     (chunks, per_chunk), numel = means.exponents.shape, exp_avg_sq.numbers.numel()
     for tile in tiles((numel,), chunks, places.block_size, factors.device, len(places.live_row)):
         b, owner, first = tile.blocks, places.block_tensor[tile.blocks], tile.chunk * per_chunk
         own = slice(b.start - first, b.stop - first)
         mean_sq = decode(places.rows(means.numbers[tile.chunk])[own], means.exponents[tile.chunk, own])
-        last = load(exp_avg_sq, tile, signed=False)
-        new = rules.renewed(mean_sq, *factors[:, owner, None])
-        new = only_live(tl.where(factors[USUAL, owner, None] > 0, new, last), places, tile)
-        new = nearest(new, exp_avg_sq.numbers.dtype, signed=False)
+        last = load_variance(exp_avg_sq, places, tile)
+        new = only_live(rules.renewed(mean_sq, *factors[:, owner, None]), places, tile)
+        if exp_avg_sq.factors is None:
+            new = nearest(new, exp_avg_sq.numbers.dtype, signed=False)
         if compensated is not None and scale is not None:
             k, s, c = coef[owner], scale[b, None], load(compensated, tile)
             if exp_avg is None:
@@ -294,3 +297,11 @@ def renew(
         scale.zero_()
     if exp_avg is not None:
         exp_avg.scale.zero_()
+
+
+def variance(places: Places, of: Preconditioner) -> Tensor:
+    """Return v, float32 [n], in memory of its own; 0 of elements that do not count."""
+    v = torch.empty(of.numbers.shape, device=of.numbers.device)
+    for tile in tiles((len(v),), 1, places.block_size, v.device):
+        store_nearest(Stored(v), only_live(load_variance(of, places, tile), places, tile), tile)
+    return v

@@ -14,12 +14,13 @@ the momentum, ``v`` the variance.
 
 from __future__ import annotations
 
-from .columns import Coef, Group, Layer
+from .columns import Coef, Factor, Group, Layer
 from .jit import of, rule, tl
 
 (BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, DECAY, RSQRT_BIAS2, EPS, UNIT, LR) = tuple(Coef)[:10]
 (UNBIAS1, WEIGHT_DECAY, C_MIN, C_MAX, BETA3, R_MIN, R_MAX, R_THRESHOLD, GLOBAL_RATIO, GRAD_LIMIT) = tuple(Coef)[10:]
 AVERAGE, RATIO, COEFFICIENT = Layer
+FACTOR, USUAL, LEAST = Factor
 COLUMNS = len(Coef)
 CORRECTION1, CORRECTION2, FLOOR = Group
 GROUP_COLUMNS = COLUMNS + len(Group)
@@ -162,7 +163,10 @@ def followed(v, g, k):
 
 @rule
 def renewed(mean_sq, factor, usual, least):
-    """v: the mean of workers' squares, brought to the mean gradient's level; the tensor's mean where there are none."""
+    """v: the mean of workers' squares, brought to the mean gradient's level; the tensor's mean where there are none.
+
+    All are 0 of a tensor that waits for its first gradient, and so is v.
+    """
     return tl.maximum(tl.where(mean_sq > 0, mean_sq * factor, usual), least)
 
 

@@ -151,7 +151,7 @@ class ExactMomentum(Compressed):
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         moments, block_tensor = self.moments, self.frame.places.block_tensor
-        per, v = coef[block_tensor], moments.exp_avg_sq.view(self.frame.layout.n_blocks, -1)
+        per, v = coef[block_tensor], moments.written_out().view(self.frame.layout.n_blocks, -1)
         denominators = self._denominators(v, per)
         if self._exact is None:  # beta1 * m of the warm-up, divided at the freeze
             self._exact = self._reducer.worker.compensated.clone().view_as(v)

@@ -26,7 +26,7 @@ from fusedonebit.optim.two_stage import TwoStage
 from fusedonebit.optim.zero_one import ZeroOneAdam
 from fusedonebit.triton_kernels import LiveTable, local_step
 from fusedonebit.triton_kernels.local_step import LocalStep
-from fusedonebit.triton_kernels.nouns import Divisor
+from fusedonebit.triton_kernels.nouns import Preconditioner
 
 from .rivals.frame import Rival
 
@@ -147,7 +147,7 @@ class BatchedAllReduce(WorkerAllReduce):
             del squares.sent
         self.transport.traffic.add((self.layout.world_size - 1) * (sent[0, 0].nbytes + served[0].nbytes))
 
-    def renew_part(self, unit: Unit, v: Divisor, writes: bool = True) -> None:
+    def renew_part(self, unit: Unit, v: Preconditioner, writes: bool = True) -> None:
         scale = self.scale.clone()  # of the result, which all have
         for rank in reversed(self.ranks):
             self.scale.copy_(scale)

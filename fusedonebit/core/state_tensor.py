@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..triton_kernels import variance
 from ..triton_kernels.codes import in_float32, keep_nearest
+from ..triton_kernels.nouns import Preconditioner
 from .frame import Frame
 
 Per = Literal["element", "tensor", "bit", "block", "part", "chunk", "rank"]
@@ -41,6 +43,8 @@ class StateTensor:
         optional: Whether the checkpoint of another optimizer may lack it.
         holds_parameters: Whether it is a copy of parameters, which a mask leaves as they are.
         not_negative: Whether its values are at least 0; or a key of the header that must be true for that.
+        factors: Where codes are the mean squares that a variance is made of, what it is made with; such a one is saved,
+            not loaded.
     """
 
     name: str
@@ -55,6 +59,7 @@ class StateTensor:
     optional: bool = False
     holds_parameters: bool = False
     not_negative: bool | str = False
+    factors: Tensor | None = None
 
     @property
     def by_parameter(self) -> bool:
@@ -85,7 +90,11 @@ class StateTensor:
         if self.exponents is None:
             at = frame.layout.offset(i)
             return frame.parameters.shaped(self.tensor, i, at) if self.per == "element" else self.tensor
-        x = in_float32(*self._codes(frame, i), signed=not self.not_negative)
+        if self.factors is not None:
+            v = Preconditioner(*self._codes(frame, i), False, self.factors)
+            x = variance(frame.places.at(self._blocks(frame, i)), v)
+        else:
+            x = in_float32(*self._codes(frame, i), signed=not self.not_negative)
         return frame.parameters.shaped(x, i, 0).clone() if self.per == "element" else x
 
     def keep(self, frame: Frame, i: int, part: Tensor) -> None:
@@ -103,8 +112,11 @@ class StateTensor:
         codes = self.tensor.view(-1)
         if self.per != "element":
             return codes, self.exponents
-        first, end = frame.layout.first_block[i : i + 2]
-        return codes.view(frame.layout.n_blocks, -1)[first:end].view(-1), self.exponents[first:end]
+        blocks = self._blocks(frame, i)
+        return codes.view(frame.layout.n_blocks, -1)[blocks].view(-1), self.exponents[blocks]
+
+    def _blocks(self, frame: Frame, i: int) -> slice:
+        return slice(*frame.layout.first_block[i : i + 2])
 
 
 RANK = StateTensor("rank", "rank", torch.empty(0, dtype=torch.int64), of_rank=True)

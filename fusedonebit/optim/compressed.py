@@ -110,7 +110,7 @@ class Compressed(Stage):
         ``coef`` scales g already; ``factor``, float32 [1] or None, does so where its squares are followed.
         """
         numerics = self.options.numerics
-        v = self.moments.divisor(numerics.eps_inside_sqrt) if numerics.precondition else None
+        v = self.moments.preconditioner(numerics.eps_inside_sqrt) if numerics.precondition else None
         looks = (
             Looks(self.frame.steps.updates, factor, self.shares_squares) if self.options.shares_variance else NOWHERE
         )

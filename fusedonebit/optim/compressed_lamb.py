@@ -82,7 +82,7 @@ class CompressedLamb(Compressed):
 
     def following(self) -> Tensor:
         """Return the variance that follows the gradients, [P]."""
-        return self.moments.exp_avg_sq
+        return self.moments.written_out()
 
     def layer_stats(self) -> dict[str, list[Any]]:
         return super().layer_stats() | self.layers.stats_of(self.following())

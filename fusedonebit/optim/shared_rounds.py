@@ -59,7 +59,7 @@ class SharedRounds(BitRounds):
         steps = self.plan.round.steps
         if steps == 1 and self.bits.as_floats:
             self.add(grads, coef, None, moves=False, last=True)
-        v = self.moments.divisor(self.bits.floored) if self.options.numerics.precondition else None
+        v = self.moments.preconditioner(self.bits.floored) if self.options.numerics.precondition else None
         context = context._replace(pending=self.pending)
         if steps > 1:
             self.sum_up(coef)

@@ -138,6 +138,7 @@ class Transition(Part):
         reducer.take_residuals(backlog)
         # m = b1*m + (1 - b1)*g + e: residuals do not decay in the step that takes them up, momentum does.
         backlog.view(layout.n_blocks, -1).div_(coef[:, Coef.BETA1][frame.places.block_tensor, None])
+        moments.write_out()
         moments.exp_avg_sq = moments.exp_avg_sq.to(options.formats.moments.dtype)
         with moments.in_float32():
             moments.exp_avg.copy_(reducer.result().add_(backlog))

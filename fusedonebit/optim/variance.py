@@ -32,7 +32,8 @@ from ..core.state_tensor import StateTensor
 from ..core.telemetry import HostMirror
 from ..errors import warn
 from ..triton_kernels import Coef, live_variance, renew_levels
-from ..triton_kernels.renewal import FACTORS, FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
+from ..triton_kernels.columns import Factor
+from ..triton_kernels.renewal import FOLLOWED, HELD, LEVEL, LEVELS, MEAN, WEIGHT
 from .moments import MomentBuffers
 from .onebit_options import OneBitOptions, warmup_steps
 from .warm_up import WarmUp
@@ -132,10 +133,12 @@ class SharedVariance(FrozenVariance):
 
     def __init__(self, frame: Frame, moments: MomentBuffers, exchange: FeedbackExchange, warm_up: WarmUp) -> None:
         self._frame, self._moments, self._exchange, self._warm_up = frame, moments, exchange, warm_up
+        kept_in_full = frame.options.formats.variance.dtype is torch.float32
+        moments.of_means = frame.options.numerics.precondition and kept_in_full  # else something else reads v
         tensors, device = max(1, len(frame.layout.sizes)), frame.device
         self.levels = torch.zeros(LEVELS, tensors, device=device)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
-        self._factors = torch.zeros(FACTORS, tensors, device=device)
+        self._factors = torch.zeros(len(Factor), tensors, device=device)
         self.numels = torch.zeros_like(self.mean_sq)
         self._begun = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have begun so far
         self._mirror, self._known, self._late = HostMirror(device, NOTICED_AFTER), 0, 0
@@ -258,8 +261,10 @@ class SharedVariance(FrozenVariance):
         shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
         renew_levels(*shared, self.levels, self.mean_sq, entered, self._begun, self._factors)
         frame.coefficients.forget()
-        unit = Unit(coef, self._factors, options.numerics.precondition)
-        reducer.renew(unit, self._moments.divisor(options.numerics.eps_inside_sqrt))
+        unit = Unit(coef, self._factors, options.numerics.precondition, self._moments.room_for_means())
+        reducer.renew(unit, self._moments.preconditioner(options.numerics.eps_inside_sqrt))
+        if unit.kept is not None:
+            self._moments.make_of(unit.kept, self._factors)
         self.since = 0
         self.renewals += 1
         return True

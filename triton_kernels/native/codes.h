@@ -85,6 +85,16 @@ static inline struct Stored row_of(void *numbers, int64_t kind, uint8_t *exponen
     return (struct Stored){numbers, kind, exponents ? exponents + row * stride : NULL};
 }
 
+enum { FACTOR, USUAL, LEAST }; /* rows of factors */
+
+/* Makes v of a block of mean squares, by a tensor's column of factors. */
+static inline void renew_block(float *restrict v, const float *column, int64_t stride, int64_t n)
+{
+    const float factor = column[FACTOR * stride], usual = column[USUAL * stride], least = column[LEAST * stride];
+    for (int64_t i = 0; i < n; i++)
+        v[i] = renewed(v[i], factor, usual, least);
+}
+
 /* A divisor's variance. */
 static inline struct Stored variance_in(struct Divisor of)
 {
@@ -109,6 +119,15 @@ static float *load_stored(struct Stored of, int is_signed, int64_t b, float *res
         LANES room[i + j] = from_bf16(from[i + j]);
     }
     return room;
+}
+
+/* A block of a variance by which gradients are divided, where it lies in float32, or in `room`. */
+static float *load_variance(struct Preconditioner of, int64_t t, int64_t b, float *restrict room, int64_t n)
+{
+    float *v = load_stored((struct Stored){of.numbers, of.numbers_kind, of.exponents}, 0, b, room, n);
+    if (of.factors)
+        renew_block(v, of.factors + t, of.factors_stride, n);
+    return v;
 }
 
 /* Stores a block that was widened, rounded by bits that are drawn of the updates `done`; x becomes what is stored. */

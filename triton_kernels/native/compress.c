@@ -118,7 +118,7 @@ KERNEL(momentum_compress)
         float *c = load_stored(of_c, 1, b, wide_c, BLOCK_SIZE), s = compensated.scale[b], scale = exp_avg.scale[b];
         const uint8_t *packed = exp_avg.bits + bytes_at(b, blocks_per_chunk, exp_avg.bits_stride, BLOCK_SIZE);
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
-        const float *v = exp_avg_sq.numbers ? load_stored(variance_in(exp_avg_sq), 0, b, wide, BLOCK_SIZE) : NULL;
+        const float *v = exp_avg_sq.numbers ? load_variance(exp_avg_sq, block_tensor[b], b, wide, BLOCK_SIZE) : NULL;
         struct sums sums = {0};
         const float *own = NULL;
         int64_t some = some_of(live, live_row[b], BLOCK_SIZE);

@@ -3,7 +3,6 @@
 #include "codes.h"
 
 enum { TOTAL, ALIVE, PROJECTED };
-enum { FACTOR, USUAL, LEAST };
 
 /* Gives a block random signs: those of 32 elements are a hashed word. */
 static void sign(float *restrict x, uint64_t word, uint32_t seed, int64_t n)
@@ -113,19 +112,16 @@ KERNEL(renew)
     float next[MOST], m[MOST], room[MOST], wide_c[MOST];
     uint16_t half_next[MOST];
     uint8_t coded_next[MOST], exponent_next;
-    struct Stored v_of = variance_in(exp_avg_sq);
+    struct Stored v_of = {exp_avg_sq.numbers, exp_avg_sq.numbers_kind, exp_avg_sq.exponents};
     struct Stored next_of = {v_of.exponents ? (void *)coded_next : half_next, BF16, v_of.exponents ? &exponent_next : NULL};
     for (int64_t b = begin; b < end; b++) {
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
-        const float *f = factors + t;
         load_codes(next, means.numbers + chunk * means.numbers_stride + own * BLOCK_SIZE,
                    means.exponents[chunk * means.exponents_stride + own], 0, BLOCK_SIZE);
-        const float *v = load_stored(v_of, 0, b, room, BLOCK_SIZE);
-        const float usual = f[USUAL * factors_stride];
-        for (int64_t i = 0; i < BLOCK_SIZE; i++)
-            next[i] = usual > 0 ? renewed(next[i], f[FACTOR * factors_stride], usual, f[LEAST * factors_stride]) : v[i];
+        renew_block(next, factors + t, factors_stride, BLOCK_SIZE);
+        const float *v = load_variance(exp_avg_sq, t, b, room, BLOCK_SIZE);
         only_live(next, live, live_row[b], BLOCK_SIZE);
-        if (v == room) {
+        if (v == room && !exp_avg_sq.factors) {
             store_nearest(next_of, 0, 0, next, BLOCK_SIZE);
             load_stored(next_of, 0, 0, next, BLOCK_SIZE);
         }
