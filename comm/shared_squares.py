@@ -48,10 +48,10 @@ class Unit(NamedTuple):
     divides: bool
     """Whether what is compressed is divided by the variance's root: else only that is renewed."""
     kept: Stored | None
-    """Where the mean squares are kept, of which the next v is made, [P] codes; None: the next v is written."""
+    """Codes [P] where the mean squares are kept, of which v is made from now on; None: v stays as it is stored."""
 
     def keep(self, means: Codes, part: Section) -> None:
-        """Keep the mean squares of a part of the index space, once nobody reads the last ones any more."""
+        """Keep the mean squares of a part of the index space, if they are to be."""
         if self.kept is not None and self.kept.exponents is not None:
             self.kept.numbers[part.elements].view(means.numbers.shape).copy_(means.numbers)
             self.kept.exponents[part.blocks].view(means.exponents.shape).copy_(means.exponents)

@@ -306,7 +306,6 @@ def of_mean_squares(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
 
 def of_a_renewal(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
     of_mean_squares(chosen, how, layout)
-    chosen["writes"] &= chosen["exp_avg_sq_factors"] is None
     if chosen["server"] or chosen["compensated"] is None:
         chosen["exp_avg"] = None
 

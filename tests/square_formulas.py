@@ -116,6 +116,10 @@ def renew(w: Wide, after: Any) -> None:
         assert not after.scale.any()
     if a.exp_avg_sq.factors is None:
         close(w.of(after.exp_avg_sq.numbers), new if a.writes else old, 4 * EPS32)
+    else:
+        kept = a.means if a.writes else a.exp_avg_sq
+        same(after.exp_avg_sq.numbers, kept.numbers.reshape(-1))
+        same(after.exp_avg_sq.exponents, kept.exponents.reshape(-1))
 
 
 def followed(levels: Tensor, kept: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,6 +161,7 @@ def renew_levels(a: Any, after: Any) -> None:
     close(after.factors, torch.where(lives, factors, torch.stack([0 * mean, a.mean_sq, a.mean_sq])), 1e-6, 1e-38)
     mean_sq = after.factors[1].double()  # of a tensor without a level, or without squares, as it was
     same(after.mean_sq, mean_sq)
+    same(after.last, a.factors)
     held = torch.where(counts & (square > 0), level, before[4])
     expected = torch.stack([level, weight, mean_sq, torch.where(counts, a.steps, before[3]), held])
     close(after.levels, expected, 1e-6)

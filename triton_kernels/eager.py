@@ -240,6 +240,13 @@ def store(stored: Stored, new: Tensor, drawn: Tensor | None, tile: Tile, signed:
     return load(stored, tile, signed)
 
 
+def keep(stored: Preconditioner, codes: Sequence[Tensor], tile: Tile) -> None:
+    """Store a tile's codes and their exponents as they are."""
+    for kept, given in zip(_rows(stored, tile), codes, strict=True):
+        if kept is not None:
+            kept.copy_(given)
+
+
 def store_nearest(stored: Stored | Preconditioner, x: Tensor, tile: Tile, signed: bool = True) -> None:
     """Store a tile's values, float32 [blocks, block_size], rounded to nearest."""
     values, exponents = _rows(stored, tile)

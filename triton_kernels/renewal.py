@@ -10,8 +10,8 @@ from torch import Tensor
 from . import block_io as io
 from . import headers, rules
 from .advance import plain_power, power
-from .codes import decode, load_codes
-from .eager import load, load_variance, nearest, only_live, scaled, store_nearest, tiles
+from .codes import decode, decoded
+from .eager import keep, load, load_variance, nearest, only_live, scaled, store_nearest, tiles
 from .jit import jit, rule, tl
 from .nouns import (
     Codes,
@@ -88,7 +88,7 @@ def _sum_of_blocks(sums, row: tl.constexpr, sums_stride, begin, end, blocks_per_
 @jit()
 def renew_levels_kernel(
     sums, sums_stride, first_block, coef, steps, flags, absent, floor: tl.float64, levels, levels_stride, mean_sq,
-    entered, woken, factors, factors_stride, blocks_per_chunk,
+    entered, woken, factors, factors_stride, last, last_stride, blocks_per_chunk,
 ):  # fmt: skip
     """Grid: tensors. Bytes per block: 12."""
     t = tl.program_id(0).to(tl.int64)
@@ -99,11 +99,16 @@ def renew_levels_kernel(
     level = tl.load(levels + LEVEL * levels_stride + t).to(tl.float64)
     weight = tl.load(levels + WEIGHT * levels_stride + t).to(tl.float64)
     done = tl.load(steps + t)
-    last = tl.load(levels + FOLLOWED * levels_stride + t)
+    followed = tl.load(levels + FOLLOWED * levels_stride + t)
     held = tl.load(levels + HELD * levels_stride + t)
     last_mean = tl.load(mean_sq + t)
+    factor, usual = tl.load(factors + FACTOR * factors_stride + t), tl.load(factors + USUAL * factors_stride + t)
+    least = tl.load(factors + LEAST * factors_stride + t)
     tl.debug_barrier()  # all warps have read what the first is about to write
-    since = done - last.to(tl.float64)
+    tl.store(last + FACTOR * last_stride + t, factor)
+    tl.store(last + USUAL * last_stride + t, usual)
+    tl.store(last + LEAST * last_stride + t, least)
+    since = done - followed.to(tl.float64)
     beta2 = tl.load(coef + t * COLUMNS + BETA2).to(tl.float64)
     taken = ((tl.load(flags) & ~VETO) == 0) & (tl.abs(square) <= LARGEST)
     if absent is not None:
@@ -117,7 +122,7 @@ def renew_levels_kernel(
     weight = tl.where(taken, new_weight, weight).to(tl.float32)
     tl.store(levels + LEVEL * levels_stride + t, level)
     tl.store(levels + WEIGHT * levels_stride + t, weight)
-    tl.store(levels + FOLLOWED * levels_stride + t, tl.where(taken, done.to(tl.float32), last))
+    tl.store(levels + FOLLOWED * levels_stride + t, tl.where(taken, done.to(tl.float32), followed))
     level = level_of(level.to(tl.float64), weight.to(tl.float64), total)
     factor, usual, least = factors_of(level, total, alive, floor)
     lives = usual.to(tl.float32) > 0.0
@@ -133,7 +138,7 @@ def renew_levels_kernel(
 
 @op(
     renew_levels_kernel,
-    writes=("levels", "mean_sq", "entered", "woken", "factors"),
+    writes=("levels", "mean_sq", "entered", "woken", "factors", "last"),
     derive={
         "programs": ("i32", lambda steps: len(steps)),
         "blocks_per_chunk": ("i32", lambda sums: sums.shape[2]),
@@ -142,7 +147,7 @@ def renew_levels_kernel(
 def renew_levels(
     sums: Annotated[FloatsOrDoubles, "chunks 3 blocks"], first_block: Annotated[Table, "T+1"], coef: CoefTable,
     steps: DoublePerTensor, flags: Flag, absent: OfTensors | None, floor: float, levels: Annotated[Floats, "5 T"],
-    mean_sq: DoublePerTensor, entered: DoublePerTensor, woken: Flag, factors: Factors,
+    mean_sq: DoublePerTensor, entered: DoublePerTensor, woken: Flag, factors: Factors, last: Factors,
 ) -> None:  # fmt: skip
     """Let each tensor's level follow the last gradient, and make of it what the next v is made with.
 
@@ -168,6 +173,7 @@ def renew_levels(
         woken: The number of tensors that have come alive is added.
         factors: Written: what v is made with. Of a tensor whose squares have all become 0, that is its last mean
             alone: with this each v is a function of ``factors`` and of mean squares, and of nothing else.
+        last: Written: what ``factors`` were.
     """
     rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double()
     lengths = first_block.diff().long()
@@ -183,6 +189,7 @@ def renew_levels(
     new = torch.stack([new_level, new_weight, mean_sq, steps, held]).float()
     levels.copy_(torch.where(taken, new, levels))
     level, weight = levels[:MEAN].double()
+    last.copy_(factors)
     factor, usual, least = factors_of(level_of(level, weight, total), total, alive, floor)
     lives = usual.float() > 0
     woken += (lives & (mean_sq == 0)).sum().int()
@@ -212,8 +219,9 @@ def renew_kernel(
     row = tl.load(live_row + b)
     mask = io.counting(live, row, i, BLOCK_SIZE)
     at = means.numbers + chunk * means.numbers_stride + own * BLOCK_SIZE
-    mean_sq = load_codes(at + i, means.exponents + chunk * means.exponents_stride + own, False)
-    v = io.only_active(io.renewed(mean_sq, factors, factors_stride, t), mask, row)
+    code = tl.load(at + i).to(tl.int32)
+    exponent = tl.load(means.exponents + chunk * means.exponents_stride + own).to(tl.int32)
+    v = io.only_active(io.renewed(decoded(code, exponent, False), factors, factors_stride, t), mask, row)
     last = io.load_variance(exp_avg_sq, t, b, i, BLOCK_SIZE)
     if exp_avg_sq.factors is None:
         v, code, exponent = io.nearest(exp_avg_sq, v, False)
@@ -269,15 +277,15 @@ def renew(
         exp_avg_sq: v, in whose unit c still is [n].
         means: Mean squares, of which the next v is made.
         factors: As ``renew_levels`` writes it.
-        writes: Whether ``exp_avg_sq`` becomes the next v; not where that is made of mean squares.
+        writes: Whether ``exp_avg_sq`` becomes the next v, or ``means`` where that is made of mean squares.
     """
     (chunks, per_chunk), numel = means.exponents.shape, exp_avg_sq.numbers.numel()
     for tile in tiles((numel,), chunks, places.block_size, factors.device, len(places.live_row)):
         b, owner, first = tile.blocks, places.block_tensor[tile.blocks], tile.chunk * per_chunk
         own = slice(b.start - first, b.stop - first)
-        mean_sq = decode(places.rows(means.numbers[tile.chunk])[own], means.exponents[tile.chunk, own])
+        codes = places.rows(means.numbers[tile.chunk])[own], means.exponents[tile.chunk, own]
         last = load_variance(exp_avg_sq, places, tile)
-        new = only_live(rules.renewed(mean_sq, *factors[:, owner, None]), places, tile)
+        new = only_live(rules.renewed(decode(*codes), *factors[:, owner, None]), places, tile)
         if exp_avg_sq.factors is None:
             new = nearest(new, exp_avg_sq.numbers.dtype, signed=False)
         if compensated is not None and scale is not None:
@@ -290,8 +298,10 @@ def renew(
             units = (rules.denominator(each, k, exp_avg_sq.eps_inside_sqrt) for each in (last, new))
             c = only_live(rules.in_unit(kept, last, *units), places, tile)
             store_nearest(compensated, c, tile)
-        if writes:
+        if writes and exp_avg_sq.factors is None:
             store_nearest(exp_avg_sq, new, tile, signed=False)
+        elif writes:
+            keep(exp_avg_sq, codes, tile)
     if scale is not None and settled is not None:
         settled += scale
         scale.zero_()

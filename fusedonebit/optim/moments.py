@@ -57,23 +57,18 @@ class MomentBuffers(Part):
         return Preconditioner(self.exp_avg_sq, None if self.exponents is None else self.exponents[1], eps_inside_sqrt)
 
     def room_for_means(self) -> Stored | None:
-        """Return where a renewal puts the mean squares of which it makes v; None: it writes v.
+        """Return where a renewal puts the mean squares of which v is made then; None: v stays as it is stored.
 
         A byte for each is the same v. But a CUDA graph that has captured where v lies goes on reading it there.
         """
-        if self.mean_sq is not None:
-            return self.mean_sq
-        if not self.of_means or self._captured:
+        if self._captured or not (self.of_means and self.mean_sq is None):
             return None
         codes = torch.empty_like(self.exp_avg_sq, dtype=torch.uint8)
         return Stored(codes, codes.new_empty(self._frame.layout.n_blocks))
 
     def make_of(self, mean_sq: Stored, factors: Tensor) -> None:
-        """Make v of ``mean_sq``, which ``room_for_means`` has returned, and of ``factors`` from now on."""
-        if self.factors is None:
-            self.factors, self.exp_avg_sq = torch.empty_like(factors), self.exp_avg_sq.new_empty(0)
-        self.mean_sq = mean_sq
-        self.factors.copy_(factors)
+        """Make v of what is in ``mean_sq``, which ``room_for_means`` has returned, and in ``factors`` from now on."""
+        self.mean_sq, self.factors, self.exp_avg_sq = mean_sq, factors, self.exp_avg_sq.new_empty(0)
 
     def written_out(self) -> Tensor:
         """Return v, [P]: where it is made of anything, in other memory."""
@@ -120,7 +115,7 @@ class MomentBuffers(Part):
 
     def held(self) -> Sequence[Tensor]:
         of_means = None if self.mean_sq is None else self.mean_sq.exponents
-        held = (self.exponents, self.squares, self.factors, of_means)
+        held = (self.exponents, self.squares, of_means)
         return [tensor for tensor in held if tensor is not None]
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ class SharedVariance(FrozenVariance):
         tensors, device = max(1, len(frame.layout.sizes)), frame.device
         self.levels = torch.zeros(LEVELS, tensors, device=device)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
-        self._factors = torch.zeros(len(Factor), tensors, device=device)
+        self._factors, self._last = torch.zeros(2, len(Factor), tensors, device=device)
         self.numels = torch.zeros_like(self.mean_sq)
         self._begun = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have begun so far
         self._mirror, self._known, self._late = HostMirror(device, NOTICED_AFTER), 0, 0
@@ -259,12 +259,13 @@ class SharedVariance(FrozenVariance):
         assert isinstance(options, OneBitOptions)
         coef, entered = frame.coefficients.last, self._warm_up.entered
         shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
-        renew_levels(*shared, self.levels, self.mean_sq, entered, self._begun, self._factors)
+        renew_levels(*shared, self.levels, self.mean_sq, entered, self._begun, self._factors, self._last)
         frame.coefficients.forget()
-        unit = Unit(coef, self._factors, options.numerics.precondition, self._moments.room_for_means())
-        reducer.renew(unit, self._moments.preconditioner(options.numerics.eps_inside_sqrt))
-        if unit.kept is not None:
-            self._moments.make_of(unit.kept, self._factors)
+        v, kept = self._moments.preconditioner(options.numerics.eps_inside_sqrt), self._moments.room_for_means()
+        v = v if v.factors is None else v._replace(factors=self._last)
+        reducer.renew(Unit(coef, self._factors, options.numerics.precondition, kept), v)
+        if kept is not None:
+            self._moments.make_of(kept, self._factors)
         self.since = 0
         self.renewals += 1
         return True

@@ -116,8 +116,9 @@ KERNEL(renew)
     struct Stored next_of = {v_of.exponents ? (void *)coded_next : half_next, BF16, v_of.exponents ? &exponent_next : NULL};
     for (int64_t b = begin; b < end; b++) {
         int64_t chunk = b / blocks_per_chunk, own = b - chunk * blocks_per_chunk, t = block_tensor[b];
-        load_codes(next, means.numbers + chunk * means.numbers_stride + own * BLOCK_SIZE,
-                   means.exponents[chunk * means.exponents_stride + own], 0, BLOCK_SIZE);
+        const uint8_t *codes = means.numbers + chunk * means.numbers_stride + own * BLOCK_SIZE;
+        uint8_t exponent = means.exponents[chunk * means.exponents_stride + own];
+        load_codes(next, codes, exponent, 0, BLOCK_SIZE);
         renew_block(next, factors + t, factors_stride, BLOCK_SIZE);
         const float *v = load_variance(exp_avg_sq, t, b, room, BLOCK_SIZE);
         only_live(next, live, live_row[b], BLOCK_SIZE);
@@ -144,8 +145,8 @@ KERNEL(renew)
         if (!WRITES)
             continue;
         if (v_of.exponents) {
-            memcpy((uint8_t *)v_of.numbers + b * BLOCK_SIZE, coded_next, BLOCK_SIZE);
-            v_of.exponents[b] = exponent_next;
+            memcpy((uint8_t *)v_of.numbers + b * BLOCK_SIZE, exp_avg_sq.factors ? codes : coded_next, BLOCK_SIZE);
+            v_of.exponents[b] = exp_avg_sq.factors ? exponent : exponent_next;
         } else if (v == room) {
             memcpy((uint16_t *)v_of.numbers + b * BLOCK_SIZE, half_next, BLOCK_SIZE * sizeof *half_next);
         } else {
