@@ -10,12 +10,13 @@ import torch
 from observe import parameters, resumed, variances
 from ranks import simulate
 from tape import in_a_capture
-from test_living import LATE, make
+from torch.nn import Parameter
 
-from fusedonebit import Faults, FusedOneBitWarning, Numerics, OneBitLamb, Wire
+from fusedonebit import Faults, FusedOneBitWarning, Numerics, OneBitAdam, OneBitLamb, Wire
 from fusedonebit.comm import Transport
 from fusedonebit.optim.moments import MomentBuffers
 
+SHAPES, LATE = ((300,), (20, 9), (40,)), 1  # index of the tensor that begins late
 STEPS, LATE_FROM, LOUD, LOADED = 200, 90, 130, (5, 40, 160, 161)
 CASES: dict[str, dict[str, Any]] = {
     "adam": {},
@@ -24,6 +25,12 @@ CASES: dict[str, dict[str, Any]] = {
     "buckets": {"wire": Wire(buckets=2)},
     "re-warm-up": {"faults": Faults(guard="rewarm", rewarm_steps=10), "betas": (0.9, 0.999)},
 }
+
+
+def make(transport: Transport | None = None, kind: Any = OneBitAdam, **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"warmup": 5, "betas": (0.9, 0.99), "faults": Faults(guard="off")} | options
+    return kind([Parameter(torch.randn(shape)) for shape in SHAPES], process_group=transport, **options)
 
 
 def step(optimizer: Any, t: int, rank: int, loud: bool = False) -> None:
