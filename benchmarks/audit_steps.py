@@ -104,9 +104,9 @@ STEPS = {
         (*ALONE_STEP, "lamb_ratio, preconditioned", "lamb_rescale"), 37.0, served=()
     ),
     "1-bit Adam, alone, preconditioned, bf16 variance": Step(HALF_ALONE_STEP, 22.6, served=()),
-    "1-bit Adam, living": Step(LIVING_STEP, 32.75),
+    "1-bit Adam, living": Step(LIVING_STEP, 29.75),
     "1-bit Adam, living, bf16 variance": Step(HALF_LIVING_STEP, 26.75),
-    "1-bit Adam, living, mean over 50 steps": with_renewal("renew", LIVING_STEP, 33.6),
+    "1-bit Adam, living, mean over 50 steps": with_renewal("renew", LIVING_STEP, 30.5),
     "1-bit Adam, living, bf16 variance, mean over 50 steps": with_renewal(
         "renew, bf16 variance", HALF_LIVING_STEP, 27.5
     ),
@@ -121,8 +121,8 @@ STEPS = {
     "1-bit Adam, bf16, state in codes, living, mean over 50 steps": with_renewal(
         "renew, state in codes", CODED_LIVING_STEP, 12.0, "server_reduce in codes", "renew, server, state in codes"
     ),
-    "1-bit LAMB, living": Step(LIVING_LAMB_STEP, 32.75),
-    "1-bit LAMB, living, mean over 50 steps": with_renewal("renew", LIVING_LAMB_STEP, 33.6),
+    "1-bit LAMB, living": Step(LIVING_LAMB_STEP, 29.75),
+    "1-bit LAMB, living, mean over 50 steps": with_renewal("renew", LIVING_LAMB_STEP, 30.5),
     "1-bit Adam, plain": Step(PLAIN_STEP, 24.7),
     "1-bit LAMB, plain": Step((*PLAIN_STEP, "lamb_ratio", "lamb_rescale"), 37.15),
     "1-bit LAMB, frozen, plain": Step(PLAIN_STEP, 24.7),
@@ -132,7 +132,7 @@ STEPS = {
     "ZeroOneAdam, own variances, local step": Step(("local_step, follows",), 36.1, served=()),
     **{f"ZeroOneAdam, own variances, mean over a round of {steps}": own_round(steps) for steps in OWN_ROUND},
     "OneBitLion": Step(
-        ("lion_compress", "receive", "apply_momentum, preconditioned"), 20.55, served=("server_reduce",)
+        ("lion_compress", "receive", "apply_momentum, preconditioned"), 20.4, served=("server_reduce, majority",)
     ),
 }
 """A compression-stage step of each optimizer; "alone": of one rank. "preconditioned": ``precondition=True``; "plain":

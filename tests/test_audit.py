@@ -150,6 +150,7 @@ WIDTHS = {
     "rebuild_momentum": ((0, 64, 128), (128,)),  # of float64 one at a time, counted on AMD only
     "average_squares": ((0,), (0, 64)),  # bytes on both sides
     "gradient_squares": ((128,), (0, 64)),
+    "renew": ((0, 128), (128,)),  # v alone is made of bytes
     **dict.fromkeys(("tell_squares", "tell_level"), ((128,), (0,))),
     **dict.fromkeys(("merge_signs", "pick_owned", "place_owned"), ((64, 128), (64, 128))),  # AMD's 256 threads have two
 }

@@ -27,7 +27,7 @@ from .marsit_signs import merge_signs, pick_owned, place_owned
 from .parts import close_parts
 from .receive import receive
 from .reduce import server_reduce
-from .renewal import renew, renew_levels, variance
+from .renewal import renew, renew_levels
 from .squares import average_squares, tell_squares
 from .tables import LiveTable, live_table
 from .update import adam_update, add_values, apply_momentum
@@ -96,6 +96,5 @@ __all__ = [
     "unpack",
     "update_sums",
     "using",
-    "variance",
     "vote_op",
 ]

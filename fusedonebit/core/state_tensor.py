@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..triton_kernels import variance
 from ..triton_kernels.codes import in_float32, keep_nearest
 from ..triton_kernels.nouns import Preconditioner
+from ..triton_kernels.renewal import variance
 from .frame import Frame
 
 Per = Literal["element", "tensor", "bit", "block", "part", "chunk", "rank"]

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..core.frame import Frame
 from ..core.part import Part
 from ..core.state_tensor import StateTensor
-from ..triton_kernels import adam_update, variance
+from ..triton_kernels import adam_update
 from ..triton_kernels.codes import in_float32, keep_nearest
 from ..triton_kernels.nouns import Moments, Preconditioner, Stored
+from ..triton_kernels.renewal import variance
 
 
 class MomentBuffers(Part):

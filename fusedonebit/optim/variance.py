@@ -138,7 +138,7 @@ class SharedVariance(FrozenVariance):
         tensors, device = max(1, len(frame.layout.sizes)), frame.device
         self.levels = torch.zeros(LEVELS, tensors, device=device)
         self.mean_sq = torch.zeros(tensors, dtype=torch.float64, device=device)
-        self._factors, self._last = torch.zeros(2, len(Factor), tensors, device=device)
+        self._factors, self._last = (torch.zeros(len(Factor), tensors, device=device) for _ in range(2))
         self.numels = torch.zeros_like(self.mean_sq)
         self._begun = torch.zeros(1, dtype=torch.int32, device=device)  # how many tensors have begun so far
         self._mirror, self._known, self._late = HostMirror(device, NOTICED_AFTER), 0, 0
