@@ -30,7 +30,7 @@ nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so
     # Kinds of tensors that ops take: of which dtype and shape, stands beside each.
     (
         r"py:class",
-        r"(Any)?Floats|Doubles|(Double)?Per(Block|Element|Tensor)|(Coef)?Table|Layers|Partials|Bits|Packed|OfTensors"
+        r"(Any)?Floats|Doubles|(Double)?Per(Block|Element|Tensor)|(Coef)?Table|Layers|Factors|Partials|Bits|Packed|OfTensors"
         r"|Headers|Counters?|Starts|Indices|Flag|Moment|Sizes|GroupRows|Pieces|PieceSums|.*Annotated.*",
     ),
     # Behind TYPE_CHECKING, or a type variable.
