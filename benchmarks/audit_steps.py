@@ -40,10 +40,10 @@ class Step(NamedTuple):
     steps: int = 1
 
     def limit_of(self, world_size: int) -> float:
-        """Bytes per parameter and step: those of a server's mean of bits are 8.2 at most."""
-        return self.limit + 8.2 / world_size / self.steps * sum(
-            name.startswith("server_reduce") for name in self.served
-        )
+        """Bytes per parameter and step: those of a server's mean of bits are 8.2 at most, of a majority 0.2."""
+        means = sum(name.startswith("server_reduce") and "majority" not in name for name in self.served)
+        votes = sum("majority" in name for name in self.served)
+        return self.limit + (8.2 * means + 0.2 * votes) / world_size / self.steps
 
 
 FIRST_STEP, LAST_STEP = "local_step, preconditioned, first", "local_step, preconditioned, last"
@@ -132,7 +132,7 @@ STEPS = {
     "ZeroOneAdam, own variances, local step": Step(("local_step, follows",), 36.1, served=()),
     **{f"ZeroOneAdam, own variances, mean over a round of {steps}": own_round(steps) for steps in OWN_ROUND},
     "OneBitLion": Step(
-        ("lion_compress", "receive", "apply_momentum, preconditioned"), 20.4, served=("server_reduce, majority",)
+        ("lion_compress", "receive", "apply_momentum, preconditioned"), 20.52, served=("server_reduce, majority",)
     ),
 }
 """A compression-stage step of each optimizer; "alone": of one rank. "preconditioned": ``precondition=True``; "plain":

@@ -68,9 +68,8 @@ def test_a_closed_algorithm_frees_all_but_what_its_reducer_owes(name):
     optimizer.algorithm.close()
     left = large_tensors(p.numel()) - before
     print(f"{name}: {len(held)} of the model's size before, {len(left)} afterwards")
-    of_reducer = (
-        0 if optimizer.algorithm.exchange is None else 3 if "living" in name else 1
-    )  # squares, and what was told
+    # Of a living variance squares, too, and what was told of them.
+    of_reducer = 0 if optimizer.algorithm.exchange is None else 3 if "living" in name else 1
     assert len(left) == of_reducer < len(held)
 
 
