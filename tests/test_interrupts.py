@@ -67,15 +67,16 @@ def test_ranks_stay_equal_after_an_interrupt_or_none_goes_on(count, names):
     assert total_of("one of two ranks", seen)[HALF] == 0
 
 
-def _strike_by_signal(rank: int, world_size: int, count: int, names: tuple[str, ...]) -> dict[str, Counter[str]]:
+def _strike_by_signal(rank: int, world_size: int, count: int, name: str) -> Counter[str]:
     group = torch.distributed.group.WORLD
-    return {name: Counter(_strike(rank, group, name, seed, "Ctrl-C") for seed in range(count)) for name in names}
+    return Counter(_strike(rank, group, name, seed, "Ctrl-C") for seed in range(count))
 
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(("count", "names"), OF_RANKS)
 def test_ctrl_c_on_one_of_two_processes_stops_none(count, names):
-    total = total_of("Ctrl-C, two processes", run_ranks(_strike_by_signal, 2, count, names)[0])
+    seen = {name: run_ranks(_strike_by_signal, 2, count, name)[0] for name in names}
+    total = total_of("Ctrl-C, two processes", seen)
     assert total[WHOLE] + total[NOTHING] == count * len(names)
 
 
