@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fusedonebit
-from fusedonebit import OneBitAdam, OneBitLamb, ZeroOneAdam, triton_kernels
+from fusedonebit import OneBitAdam, OneBitLamb, ZeroOneAdam, policies, triton_kernels
 from fusedonebit.comm import SimulatedGroup, simulated
 from fusedonebit.comm.transport import CountingTransport
 from fusedonebit.triton_kernels import nouns, using
@@ -50,9 +50,9 @@ RECORD = RESULTS / "composition.json"
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "OneBitAdam": (OneBitAdam, {"warmup": 2}),
     "OneBitLamb": (OneBitLamb, {"warmup": 2}),
-    "ZeroOneAdam": (ZeroOneAdam, {}),
+    "ZeroOneAdam": (ZeroOneAdam, {"sync_policy": policies.EveryStep()}),
 }
-"""With their defaults, but for warm-ups, which are short."""
+"""With their defaults, but for warm-ups, which are short, and for rounds, without which ZeroOneAdam is OneBitAdam."""
 CLASSES = {each.__name__ for kind, _ in OPTIMIZERS.values() for each in (*kind.__mro__, *kind.kind.__mro__)} - {
     "object"
 }

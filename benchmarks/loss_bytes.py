@@ -29,7 +29,7 @@ METHODS = {
     "adamw": "AdamW, fp32 all-reduce",
     "bf16": "AdamW, bf16 all-reduce",
     "onebit-adam-living": "OneBitAdam",
-    "zero-one-adam-own": "ZeroOneAdam",
+    "zero-one-adam-shared": "ZeroOneAdam",
 }
 """By the lab's names; ours with their defaults, but for 1-bit Adam's warm-up, which is 5 % of the steps."""
 RECORD = RESULTS / "loss-bytes.json"
@@ -120,7 +120,8 @@ def draw(found: Found, path: Path) -> None:
             told = f"{end[0]:.{end[0] < 10:d}f} MB" + (f"\n{fewer:.0f}x less" if curve is not made[0] else "")
             axis.plot(curve.megabytes[1:], curve.losses[1:], color=colour, linewidth=3, label=METHODS[curve.name])
             axis.plot(*end, "o", color=colour, markersize=10)
-            axis.annotate(told, end, (0, -12), textcoords="offset points", ha="center", va="top", color=colour)
+            side = {"onebit-adam-living": "left", "zero-one-adam-shared": "right"}.get(curve.name, "center")
+            axis.annotate(told, end, (0, -12), textcoords="offset points", ha=side, va="top", color=colour)
         axis.set(
             xscale="log", ylim=(1.68, None), xlabel=f"MB sent by each of {found['workers']} workers in the whole run"
         )

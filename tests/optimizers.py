@@ -102,7 +102,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "AdamW, ours": by_name(AdamW),
     "Lamb": by_name(Lamb),
     "ZeroOneAdam": by_name(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=DoublingRounds(1, 2)),
-    "ZeroOneAdam, own": by_name(ZeroOneAdam),
+    "ZeroOneAdam, own": by_name(ZeroOneAdam, sync_policy=EveryStep()),
     "MarsitSGD": by_name(MarsitSGD, momentum=0.9, full_precision_every=2),
     "MarsitAdam": by_name(MarsitAdam, full_precision_every=2),
     "OneBitLion": by_name(OneBitLion),
@@ -110,6 +110,7 @@ MAKE: dict[str, Callable[..., Any]] = {
 """Every optimizer; two steps later what it sends is bits."""
 
 WAYS: dict[str, Callable[..., Any]] = MAKE | {
+    "ZeroOneAdam, living": by_name(ZeroOneAdam),
     "OneBitAdam, living": by_name(OneBitAdam, variance="shared", warmup=2, guard="off"),
     "OneBitLamb, living": by_name(OneBitLamb, variance="shared", warmup=2, guard="off"),
     "OneBitLion, mean": by_name(OneBitLion, aggregation="mean"),

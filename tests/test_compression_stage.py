@@ -135,7 +135,7 @@ def test_wire_bytes_of_bert_large_are_two_bits_per_parameter(world_size, scale_s
 # ---------------------------------------------------------------- what is kept
 
 MILLIONS = [(1024, 1024), (1024,), (1000, 777), (3,), (1536, 2048), (77, 77)]
-STATE_BYTES = dict.fromkeys(LIVING, 9.2) | {"onebit-adam": 8.2, "onebit-lamb": 12.3, "onebit-lamb-frozen": 8.2}
+STATE_BYTES = dict.fromkeys(LIVING, 7.2) | {"onebit-adam": 8.2, "onebit-lamb": 12.3, "onebit-lamb-frozen": 8.2}
 """Limits per parameter, besides the 4 / W of the servers' residuals."""
 
 

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from benchmarks.netlab import curves, equal, goals, model, sweep, whole
+from benchmarks.netlab import curves, equal, goals, methods, model, sweep, whole
 from benchmarks.netlab.equal import Run
 from benchmarks.netlab.parts import Parts
 from benchmarks.netlab.task import QUICK
-from fusedonebit import OneBitAdam, Wire, ZeroOneAdam
+from fusedonebit import OneBitAdam, Wire
 from fusedonebit.comm import SimulatedGroup
 
 METHODS = (*whole.RIVALS, *whole.OURS)
@@ -133,7 +133,7 @@ def test_zero_one_adams_stages_are_those_its_workers_report():
 
     def rank(number, transport):
         p = torch.nn.Parameter(torch.ones(64))
-        optimizer = ZeroOneAdam([p], 1e-3, process_group=transport)
+        optimizer = methods.zero_one_adam([p], process_group=transport)
         tells = optimizer.algorithm.own.tells
         if number == 0:
             optimizer.algorithm.own.tells = lambda *done: seen.append(tells(*done)) or seen[-1]

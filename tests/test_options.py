@@ -233,17 +233,17 @@ CODES = Format(torch.uint8, coded=True, random=True)
 @pytest.mark.parametrize(
     ("numerics", "formats"),
     [
-        (Numerics(), Formats(WIDE, WIDE, WIDE, Format(None))),
+        (Numerics(), Formats(WIDE, WIDE, HALF, Format(None))),
         (Numerics(frozen_dtype=torch.bfloat16), Formats(WIDE, Format(torch.bfloat16), HALF, Format(None))),
         (Numerics(state="bf16"), Formats(HALF, Format(torch.bfloat16), HALF, Format(None))),
         (
             Numerics(state="8bit", frozen_dtype=torch.bfloat16),
             Formats(CODES, CODES._replace(random=False), CODES, Format(None)),
         ),
-        (Numerics(stochastic_rounding=True), Formats(WIDE, WIDE, WIDE, Format(None, random=True))),
-        (Numerics(master_weights=True), Formats(WIDE, WIDE, WIDE, WIDE)),
-        (Numerics(master_weights="16bit"), Formats(WIDE, WIDE, WIDE, Format(torch.int16))),
-        (Numerics(master_weights="8bit"), Formats(WIDE, WIDE, WIDE, Format(torch.int8, random=True))),
+        (Numerics(stochastic_rounding=True), Formats(WIDE, WIDE, HALF, Format(None, random=True))),
+        (Numerics(master_weights=True), Formats(WIDE, WIDE, HALF, WIDE)),
+        (Numerics(master_weights="16bit"), Formats(WIDE, WIDE, HALF, Format(torch.int16))),
+        (Numerics(master_weights="8bit"), Formats(WIDE, WIDE, HALF, Format(torch.int8, random=True))),
     ],
     ids=lambda value: "" if isinstance(value, Formats) else ",".join(k for k, v in vars(value).items() if v),
 )

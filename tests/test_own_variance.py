@@ -41,11 +41,14 @@ def owed(optimizer: ZeroOneAdam) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("options", "length", "phases"),
-    [({}, 1, [("one-bit", 0)] * 4), ({"sync_policy": policies.FixedRounds()}, 2, [("local", 1), ("one-bit", 0)] * 2)],
+    ("rounds", "length", "phases"),
+    [
+        (policies.EveryStep(), 1, [("one-bit", 0)] * 4),
+        (policies.FixedRounds(), 2, [("local", 1), ("one-bit", 0)] * 2),
+    ],
 )
-def test_it_is_the_default_from_the_first_step(options, length, phases):
-    optimizer, seen = ZeroOneAdam(make_parameters(), **options), []
+def test_rounds_alone_have_it_from_the_first_step(rounds, length, phases):
+    optimizer, seen = ZeroOneAdam(make_parameters(), sync_policy=rounds), []
     for step in range(4):
         set_gradients(optimizer, 0, step)
         assert not optimizer.averages_gradients
@@ -315,7 +318,7 @@ def test_a_checkpoint_of_the_other_kind_of_variance_is_refused(owns):
 )
 def test_what_makes_no_sense_is_one_clear_error(options, text):
     def begin() -> None:
-        optimizer = ZeroOneAdam(make_parameters(), **options)
+        optimizer = ZeroOneAdam(make_parameters(), **{"sync_policy": policies.EveryStep()} | options)
         train(optimizer, 0, 1)
 
     kind, found = caught(begin)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from fusedonebit.comm import Transport
-from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, FixedRounds
+from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep, FixedRounds
 
 LR = 1e-2
 KINDS: dict[str, Callable[..., Any]] = MAKE | {
@@ -25,7 +25,7 @@ KINDS: dict[str, Callable[..., Any]] = MAKE | {
     "OneBitAdam, frozen, not preconditioned": by_name(OneBitAdam, freeze_step=2, guard="off", precondition=False),
     "OneBitLamb, living": by_name(OneBitLamb, variance="shared", guard="off"),
     "OneBitLion, mean": by_name(OneBitLion, aggregation="mean"),
-    "ZeroOneAdam, own, one scale": by_name(ZeroOneAdam, scale_scope="global"),
+    "ZeroOneAdam, own, one scale": by_name(ZeroOneAdam, sync_policy=EveryStep(), scale_scope="global"),
     "ZeroOneAdam, own, rounds of 3": by_name(ZeroOneAdam, sync_policy=FixedRounds(3)),
     "ZeroOneAdam, own, rounds of 1 to 4": by_name(ZeroOneAdam, sync_policy=DoublingRounds(2, 2, most=4)),
     "ZeroOneAdam, rounds of 3": by_name(ZeroOneAdam, variance_policy=DoublingVariance(1), sync_policy=FixedRounds(3)),

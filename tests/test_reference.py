@@ -42,6 +42,7 @@ from torch.nn import Parameter
 
 from fusedonebit import MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, reference
 from fusedonebit.comm import SimulatedGroup, Transport
+from fusedonebit.core import formats
 from fusedonebit.optim.own_variance import EARLY, TOLD_EVERY, places
 from fusedonebit.optim.policies import FixedRounds
 from fusedonebit.triton_kernels.squares import random_signs
@@ -89,6 +90,14 @@ def look(optimizer: Any) -> dict[str, np.ndarray]:
     if isinstance(optimizer, MarsitSGD):
         return {"x": flat(parameters(optimizer)), "c": flat([optimizer.compensation(p) for p in parameters(optimizer)])}
     return observe(optimizer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_squares() -> Iterator[None]:
+    """Those that a worker keeps of its own gradients in float32, as the specification has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "_SQUARES", formats.Format(torch.float32))
+        yield
 
 
 @cache

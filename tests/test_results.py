@@ -190,7 +190,7 @@ def test_every_optimizer_of_the_train_command_has_a_colour():
 
 
 def test_pictures_agree_on_colours():
-    assert netlab.COLOURS["zero-one-adam"] == LAB["zero-one-adam-own"] == PLAN["zero-one"]
+    assert netlab.COLOURS["zero-one-adam"] == LAB["zero-one-adam-shared"] == PLAN["zero-one"]
     assert netlab.COLOURS["onebit-adam"] == LAB["onebit-adam-living"] == PLAN["flat"]
     assert netlab.COLOURS["marsit-owner"] == PLAN["marsit-owner"] == LAB["marsit-adam"]
     assert netlab.COLOURS["bf16"] == PLAN["bf16"]

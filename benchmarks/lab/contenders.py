@@ -42,8 +42,8 @@ def _adam(params: Params, of: Setting, kind: type[AveragedAdam] = AveragedAdam, 
     return _frozen(kind(params, defaults, of.transport), of, **frozen)
 
 
-def _ours(params: Params, of: Setting, **options: Any) -> Any:
-    return AdamW(params, of.lr, BETAS, EPS, of.weight_decay, process_group=of.transport, **options)
+def _ours(params: Params, of: Setting, kind: Any = AdamW, **options: Any) -> Any:
+    return kind(params, of.lr, BETAS, EPS, of.weight_decay, process_group=of.transport, **options)
 
 
 def _lamb(params: Params, of: Setting, **frozen: Any) -> Any:
@@ -157,6 +157,7 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-adam-living-0": of_adam(partial(_living, warmup=0.0)),
     "onebit-adam-living-bf16": of_adam(partial(_living, warmup=0.05, numerics=Numerics(frozen_dtype=torch.bfloat16))),
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
+    "zero-one-adam-shared": of_adam(lambda params, of: _ours(params, of, ZeroOneAdam)),
     "zero-one-adam-own": of_adam(_own_variance, local=True),
     "zero-one-adam-own-2": of_adam(partial(_own_variance, length=2), local=True),
     **{f"zero-one-adam-own-{h}": of_adam(partial(_long_rounds, length=h), local=True) for h in LENGTHS},

@@ -16,7 +16,8 @@ from .records import Records
 from .report import DECADES, PERCENT, Difference, View, difference, sent, views
 from .tasks import FIRST, TASKS
 
-SHOWN = ("onebit-adam-living", "onebit-adam", "zero-one-adam-own", "onebit-lamb-living", "onebit-lion", "marsit-adam")
+OF_ADAM = ("onebit-adam-living", "onebit-adam", "zero-one-adam-shared")
+SHOWN = (*OF_ADAM, "onebit-lamb-living", "onebit-lion", "marsit-adam")
 """Optimizers in the picture. 1-bit Adam with a frozen variance is the lighter one."""
 COLOURS = {name: lighter(method_colour(name), 0.45 * (name == "onebit-adam")) for name in SHOWN}
 

@@ -20,7 +20,7 @@ from benchmarks.lab.rivals.powersgd import PowerSGD
 from benchmarks.lab.rivals.quantised import BFloat16, Quantised
 from benchmarks.lab.setting import Setting
 from benchmarks.lab.workers import AlikeTransport, BatchedZeroOneAdam, batch_workers
-from fusedonebit import OneBitAdam
+from fusedonebit import OneBitAdam, policies
 
 from .hooks import POWER_SGD_RANK, POWER_SGD_START
 from .task import BETAS, WEIGHT_DECAY, Task
@@ -45,7 +45,8 @@ def _onebit_adam(params: Params, of: Setting, warmup: float) -> OneBitAdam:
 
 
 def _zero_one_adam(params: Params, of: Setting) -> BatchedZeroOneAdam:
-    return BatchedZeroOneAdam(params, of.lr, BETAS, weight_decay=of.weight_decay, process_group=of.transport)
+    how: dict[str, Any] = {"sync_policy": policies.EveryStep(), "process_group": of.transport}
+    return BatchedZeroOneAdam(params, of.lr, BETAS, weight_decay=of.weight_decay, **how)
 
 
 def makers(warmup: float) -> dict[str, Callable[[Params, Setting], torch.optim.Optimizer]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam
+from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam, policies
 from fusedonebit.comm import Traffic, Transport, make_transport
 from fusedonebit.comm.transport import Pending
 
@@ -212,7 +212,7 @@ AT_ONCE: dict[str, Any] = {"warmup": 1, "faults": Faults(guard="off")}
 ROUNDS = Rounds(full_precision_every=0, global_ratio=1.0)
 onebit_adam = partial(OneBitAdam, **OPTIONS)
 compressing, onebit_lamb = partial(onebit_adam, **AT_ONCE), partial(OneBitLamb, **OPTIONS, **AT_ONCE)
-zero_one_adam = partial(ZeroOneAdam, **OPTIONS)  # the default: no warm-up, a synchronisation in every step
+zero_one_adam = partial(ZeroOneAdam, **OPTIONS, sync_policy=policies.EveryStep())  # bits from the first step on
 marsit_adam = partial(MarsitAdam, **OPTIONS, rounds=ROUNDS)
 
 

@@ -131,6 +131,7 @@ class Contents:
             "skipped_steps": frame.steps.outcomes.skipped,
             "partial_steps": frame.steps.outcomes.partial,
             "freeze_step": None,
+            "local_steps": 0,
             "backend": backend(frame.device),
             "transport": repr(transport),
             "world_size": transport.world_size,

@@ -85,6 +85,7 @@ def content_of(optimizer: Owner) -> dict[str, Any]:
         "param_groups": optimizer.param_groups,
         "hyper_parameters": frame.hyper.names,
         "options": frame.options,
+        "kind": optimizer.kind,
         "masks": frame.masks,
         "saved": _each_tensor(save(optimizer), local),
     }
@@ -97,6 +98,8 @@ def _rebuild(
     setstate: Any = torch.optim.Optimizer.__setstate__
     setstate(optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)})
     options, device = content["options"], first_device(groups)
+    if optimizer.kind is not content["kind"]:
+        optimizer.kind = content["kind"]
     frame = optimizer.frame = Frame(optimizer, World(transport, device, levels=levels))
     frame.options, frame.masks = options, content["masks"]
     frame.hyper = HyperParameters(content["hyper_parameters"], device, options.wire.capturable)

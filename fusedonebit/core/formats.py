@@ -31,6 +31,7 @@ _MOMENTS: dict[StateKind, Format] = {
     "bf16": Format(torch.bfloat16, random=True),
     "8bit": Format(torch.uint8, coded=True, random=True),
 }
+_SQUARES = Format(torch.bfloat16, random=True)  # what is told of them are logarithms, off by up to 1/16
 _MASTERS: dict[MasterWeights, Format] = {
     True: Format(torch.float32),
     "16bit": Format(torch.int16),
@@ -43,6 +44,6 @@ def formats_of(numerics: Numerics) -> Formats:
     moments = _MOMENTS[numerics.state]
     # Renewals, which are rare, round to nearest; squares change so little in a step that most of it would vanish.
     variance = Format(numerics.frozen_dtype) if numerics.state == "fp32" else moments._replace(random=False)
-    squares = variance._replace(random=variance.dtype is not torch.float32)
+    squares = _SQUARES if numerics.state == "fp32" else moments
     own = Format(None, random=numerics.stochastic_rounding)
     return Formats(moments, variance, squares, _MASTERS.get(numerics.master_weights, own))

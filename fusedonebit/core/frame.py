@@ -37,6 +37,10 @@ class Owner(Protocol):
 
     param_groups: list[dict[str, Any]]
 
+    @property
+    def title(self) -> str:
+        """Return what it is called."""
+
     def begin_step(self) -> None:
         """Enter the stage of the coming step, once."""
 
@@ -61,7 +65,7 @@ class Frame:
         ranks: With which it takes steps.
 
     Attributes:
-        name: Of the optimizer's class.
+        name: The optimizer's, see ``DistributedOptimizer.title``.
         options: As settled.
         hyper: The last good hyper-parameters of them.
         parameters: Those that train.
@@ -96,7 +100,7 @@ class Frame:
 
     def __init__(self, owner: Owner, ranks: World) -> None:
         self.owner = weakref.ref(owner)
-        self.name, self.ranks, self.device = type(owner).__name__, ranks, ranks.device
+        self.name, self.ranks, self.device = owner.title, ranks, ranks.device
         self.masks: dict[Tensor, Tensor] = {}
         self.under_ddp = UnderDdp()
         self.given_block_size: int | None = None

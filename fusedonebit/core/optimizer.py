@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # Makes GradScaler call step() on every rank, also where it found an inf: there it can be refused.
     _step_supports_amp_scaling = True
 
-    kind: ClassVar[type[Algorithm]] = Algorithm
+    kind: type[Algorithm] = Algorithm
     """Of its algorithm."""
 
     algorithm: Algorithm
@@ -95,6 +95,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- construction
 
+    @property
+    def title(self) -> str:
+        """Return what it is called, in checkpoints as well: those of another title it can't go on from."""
+        return type(self).__name__
+
     def set_up(self) -> None:
         """Make all that follows from parameters, options and ranks; begin the checks of first steps anew."""
         self.published: set[str] = set()  # names of entries of ``state`` that are ours
@@ -129,7 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With a compression stage that is before the warm-up ends (and not after a warm start, or a re-warm-up);
         ``MarsitSGD`` and ``MarsitAdam``: between two rounds, without a hierarchy; ``OneBitLion``, and ``ZeroOneAdam``
-        without a ``variance_policy``: before the first step; with one, before the first round that does not renew.
+        with a ``sync_policy`` alone: before the first step; with a ``variance_policy`` before the first round of bits.
 
         Raises:
             RuntimeError: where it is too late, or a backward pass has begun a step.

@@ -49,8 +49,8 @@ class Numerics:
     m is the momentum, v the variance (``exp_avg_sq``), and the update is Adam's, m/(sqrt(v) + eps). ``OneBitAdam`` and
     ``OneBitLamb`` begin with an uncompressed *warm-up*; then the *compression stage* follows. In it v is *shared* by
     default: renewed from the gradients of all ranks, at least every 50 steps. With ``freeze_step`` or
-    ``variance="frozen"`` it is *frozen*: constant. In ``ZeroOneAdam`` each rank has its own v or, with a
-    ``variance_policy``, uncompressed rounds renew a common one.
+    ``variance="frozen"`` it is *frozen*: constant. ``ZeroOneAdam`` has a shared v as well; with a ``sync_policy`` each
+    rank has its own or, with a ``variance_policy``, uncompressed rounds renew a common one.
 
     Compression replaces a group of elements c by their signs and one magnitude, their *scale*. The *residual*, what
     this loses, is added before the next compression (error feedback).
@@ -69,8 +69,8 @@ class Numerics:
         precondition: Compress the update instead of m, so that all elements are of similar size. Error feedback stays
             exact, in these units. With a frozen v, sqrt(v) + eps is at least 1/1000 of its median. None: True, but
             False for ``OneBitLamb`` with a frozen v, which scales m by layer instead. Use False to reproduce the
-            papers; it is refused for ``OneBitLamb`` with a shared v, and for ``ZeroOneAdam`` without a
-            ``variance_policy``. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
+            papers; it is refused for ``OneBitLamb`` with a shared v, and for ``ZeroOneAdam`` with a
+            ``sync_policy`` alone. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
         ternary: Send a second bit per element that marks zeros (Tarasov & Ershov, section 4). Elements that are 0 on
             all ranks stay 0, and scales count only the others. Default: False. Use it if many gradients are exactly
             zero; it doubles the bytes sent. For ``OneBitAdam``, ``OneBitLamb``.
@@ -83,7 +83,7 @@ class Numerics:
             updates become too long for elements whose gradients were small in the warm-up. ``ZeroOneAdam`` with a
             ``variance_policy`` adds it instead, in compressed rounds: sqrt(v + floor * mean v) + eps; None is 0.001.
             Rounds that renew v divide as Adam does; until a tensor has had a gradient in one, only weight decay moves
-            it. Without a policy it must be 0 or None. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
+            it. With a ``sync_policy`` alone it must be 0 or None. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
         dead_coordinates: What replaces v == 0 after the warm-up, in elements that had no gradient in it. ``"mean"``:
             the mean of their tensor's nonzero v. A tensor that has none is not trained in the compression stage or,
             with a shared v, waits for its first gradient. ``"keep"``: nothing; they move by lr * m/eps. None:

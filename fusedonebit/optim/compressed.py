@@ -53,7 +53,9 @@ class Compressed(Stage):
         self.moments, self.warm_up, options = moments, warm_up, self.options
         self.running = False
         self.unit: Tensor | None = None
-        squares = options.formats.squares.dtype if options.shares_variance else None
+        formats = options.formats
+        squares = formats.squares.dtype if options.shares_variance else None
+        self._draws = formats.moments.random or (formats.squares.random and options.shares_variance)
         reducer = make_reducer(self, moments.exp_avg, moments.exponents, squares)
         self.exchange = FeedbackExchange(frame, reducer)
         self.variance = FrozenVariance()
@@ -100,9 +102,7 @@ class Compressed(Stage):
 
     def context(self, abort: bool, hold: Tensor | None = None, limit: Limit | None = None) -> StepContext:
         """Return what this rank tells the others."""
-        formats = self.options.formats
-        drawn = formats.moments.random or (formats.squares.random and self.options.shares_variance)
-        return self.exchange.context(abort, hold, self.frame.steps.updates if drawn else None, limit)
+        return self.exchange.context(abort, hold, self.frame.steps.updates if self._draws else None, limit)
 
     def compressing(self, grads: Sequence[Tensor], coef: Tensor, factor: Tensor | None = None) -> Compress:
         """Return what writes the bits of beta1*m + (1 - beta1)*g + e.

@@ -158,6 +158,10 @@ class LocalAdam(Algorithm):
         """
         return self.bits.of_parameter(self.frame.index(param))
 
+    def worker_error(self, param: Tensor) -> Tensor:
+        """Return this rank's residual of one parameter, and its updates of this round; see ``ZeroOneAdam``."""
+        return self.rounds.worker_error(param)
+
     def owed(self) -> float:
         """Return the norm of the workers' residuals, root mean square over the ranks, over that of the last update."""
         owed = self.bits.residual_over(self.plan.only_renewed)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.algorithm import Algorithm
 from ..core.contents import Contents
+from ..core.exchange import FeedbackExchange
 from ..core.frame import Frame
 from ..core.settings import Freeze
 from ..core.stage import Stage
@@ -37,6 +38,7 @@ class TwoStage(Algorithm):
 
     traits: ClassVar = Traits(OneBitOptions, {"warmup": False, "compression": True}, corrects=True)
     options: OneBitOptions
+    exchange: FeedbackExchange
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)

@@ -177,8 +177,8 @@ def methods(full_precision_every: int = 0, powersgd_rank: int = 4, diloco_steps:
 
 
 METHODS = methods()
-"""All methods by name, Marsit's with rounds of one bit only. In rounds of one step, its default, ``ZeroOneAdam`` sends
-what ``flat`` does."""
+"""All methods by name, Marsit's with rounds of one bit only. In rounds of one step ``ZeroOneAdam`` sends what ``flat``
+does."""
 
 
 def possible(gpus: int, among: dict[str, Method] = METHODS) -> dict[str, Method]:

@@ -13,7 +13,7 @@ MORE = (
     "costs in quality. --all prints every method, also on other numbers of GPUs; --out DIR draws a picture"
 )
 ZERO_ONE = (
-    "ZeroOneAdam in rounds of one step, its default, sends what 1-bit, flat does; for rounds of two steps write "
+    "ZeroOneAdam in rounds of one step sends what 1-bit, flat does; for rounds of two steps write "
     "ZeroOneAdam(..., sync_policy=fusedonebit.policies.FixedRounds(2))"
 )
 

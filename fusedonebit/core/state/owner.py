@@ -14,10 +14,12 @@ class Owner(Hooked, Protocol):
     """Is the optimizer; what is torch's of it, besides hooks, are ``state`` and ``param_groups``.
 
     Attributes:
+        kind: Of its algorithm.
         published: Names of entries of ``state`` that are ours.
     """
 
     frame: Frame
+    kind: type[Algorithm]
     algorithm: Algorithm
     contents: Contents
     defaults: dict[str, Any]
