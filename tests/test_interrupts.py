@@ -43,7 +43,7 @@ def test_what_stops_a_step_at_a_line_leaves_a_whole_one_or_none(count, names, wh
     assert total[WHOLE] + total[NOTHING] + total[CLOSED] * (what != "Ctrl-C") == count * len(names)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @pytest.mark.parametrize(("count", "names"), [FEW, ALL])
 def test_ctrl_c_at_any_time_leaves_no_half_step(count, names):
     total = total_of("Ctrl-C at a time", {name: interrupts.at_random_times(name, count, count) for name in names})
@@ -72,7 +72,7 @@ def _strike_by_signal(rank: int, world_size: int, count: int, name: str) -> Coun
     return Counter(_strike(rank, group, name, seed, "Ctrl-C") for seed in range(count))
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long(but=1, full=True)
 @pytest.mark.parametrize(("count", "names"), OF_RANKS)
 def test_ctrl_c_on_one_of_two_processes_stops_none(count, names):
     seen = {name: run_ranks(_strike_by_signal, 2, count, name)[0] for name in names}
