@@ -98,7 +98,7 @@ def _rebuild(
     setstate: Any = torch.optim.Optimizer.__setstate__
     setstate(optimizer, {"defaults": content["defaults"], "param_groups": groups, "state": defaultdict(dict)})
     options, device = content["options"], first_device(groups)
-    if optimizer.kind is not content["kind"]:
+    if optimizer.kind is not content["kind"]:  # else that of its class, as the original's
         optimizer.kind = content["kind"]
     frame = optimizer.frame = Frame(optimizer, World(transport, device, levels=levels))
     frame.options, frame.masks = options, content["masks"]
