@@ -58,7 +58,7 @@ CLASSES = {each.__name__ for kind, _ in OPTIMIZERS.values() for each in (*kind._
 }
 MORE = {"OneBitAdam": 1.0, "OneBitLamb": 1.25, "ZeroOneAdam": 1.25}
 """By which goals of an optimizer are multiplied."""
-STEPS, WATCHED = 24, 8
+STEPS, WATCHED = 48, 8
 """Steps that are taken, and how many of the last are counted: some renew a variance, or tell of squares."""
 
 OF_AN_OPTIMIZER = {

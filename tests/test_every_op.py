@@ -24,7 +24,7 @@ WITH_FORMULA = [name for name in OURS if name in FORMULAS]
 OTHERS = {"scale_coefficients", "close_round", "local_step", "local_update", "lion_compress"}
 HELD_BACK = [name for name in OURS if {"hold", "skip"} & set(OPS[name].arguments) and name not in OTHERS]
 """Without those of which more is to be said than what they write; their formulas say it."""
-LAPS = 4
+LAPS = [0, 1, *(pytest.param(lap, marks=pytest.mark.full) for lap in (2, 3))]
 each_op = pytest.mark.parametrize("name", OURS)
 TOLD = {
     "finish": {"words", "header_counter", "header_pending", "coefficients_table", "coefficients_moved"},
@@ -62,14 +62,14 @@ def written(before: Any, after: Any) -> set[str]:
 
 @pytest.mark.kernels
 @pytest.mark.long(but=[f"{name}-0" for name in OURS])
-@pytest.mark.parametrize("lap", range(LAPS))
+@pytest.mark.parametrize("lap", LAPS)
 @each_op
 def test_backends_do_the_same_and_write_only_what_is_declared(name, lap):
     check_draws(name, lap, lambda draw: assert_equal_backends(name, draw.make))
 
 
 @pytest.mark.long(but=[f"{name}-0" for name in WITH_FORMULA])
-@pytest.mark.parametrize("lap", range(LAPS))
+@pytest.mark.parametrize("lap", LAPS)
 @pytest.mark.parametrize("name", WITH_FORMULA)
 def test_an_op_is_its_formula(name, lap):
     def check(draw: Draw) -> None:

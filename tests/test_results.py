@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable
 
 import pytest
-import torch
 from pages import ROOT, TABLES
 
 from benchmarks import (
@@ -31,8 +30,6 @@ from benchmarks.netlab import plots as netlab
 from benchmarks.netlab import tables as network_lab
 from benchmarks.netlab.__main__ import recorded as of_the_network_lab
 from benchmarks.pages import tables_in
-from benchmarks.registry import Report
-from benchmarks.versions import KERNELS, STEPS, compare
 from fusedonebit.apps.pictures import METHODS, lighter, method_colour
 from fusedonebit.apps.plan.plan_plot import COLOURS as PLAN
 from fusedonebit.apps.train.optimizers import OPTIMIZERS
@@ -141,20 +138,6 @@ def test_most_of_what_can_be_hidden_is():
         if r["ratio"] >= 1:
             assert overlap.hidden(r) >= overlap.TARGET
     assert overlap.table(records) in overlap.PAGE.read_text()
-
-
-# ---------------------------------------------------------------- two versions of this repository
-
-
-@pytest.mark.full
-@pytest.mark.needs_compiler
-def test_versions_take_turns_in_every_step_and_kernel():
-    report = Report(torch.device("cpu"), numel=20_000)
-    compare([ROOT, ROOT], 20_000, 1, 2, report)
-    rows = report.tables[0].rows
-    assert [row["call"] for row in rows] == [*(f"step {s}" for s in STEPS), *(f"kernel {k}" for k in KERNELS)]
-    assert all(row["old ms"] > 0 and row["new ms"] > 0 for row in rows)
-    assert {row["limit"].split(", ")[-1] for row in rows} == {"not judged"}
 
 
 # ---------------------------------------------------------------- Tritons

@@ -41,8 +41,11 @@ from .warm_up import WarmUp
 LONGEST = 50
 """Steps between two renewals at most."""
 
-SHARE_OF_AGE = 4
-"""Before, a renewal follows after so much of what was done since the freeze, or since tensors came alive."""
+SHARE_OF_AGE = 8
+"""Before, a renewal follows after so much of what was done since the freeze, or since tensors came alive.
+
+A quarter would save 28 bytes per parameter of a whole run, and costs GANs 4 % (docs/tried.md).
+"""
 
 MOST_REPLAYS = 2 * LONGEST
 """Replayed steps without a renewal of which nobody is told."""
@@ -112,7 +115,7 @@ class SharedVariance(FrozenVariance):
     """The shared variance: when it is renewed, and from what.
 
     A renewal takes two steps. In a step that is ``due``, ranks exchange squares and projections after the momentum
-    (``share``); the next step begins with the renewal. The first step is due, later ones after a quarter of ``age``, at
+    (``share``); the next step begins with the renewal. The first step is due, later ones after an eighth of ``age``, at
     most ``LONGEST`` steps. All ranks decide alike.
 
     Args:

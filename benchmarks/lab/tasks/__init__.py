@@ -73,11 +73,13 @@ TASKS = {
     "vae": Task(_seeded(generative.Vae), IMAGE, 500, lr=1e-2, lamb=3.0, sources=CLASSES),
     "policy": Task(_seeded(control.Policy), "cost of a step", 500, lr=3e-2, lamb=1.0),
     "adders": _of_sums(_seeded(synthetic.Adders), milder=0.6),
+    "gans": Task(_seeded(generative.Gans), "Frechet distance, pixels", 500, lr=3e-3, lamb=3.0, sources=CLASSES),
+    "policies": Task(_seeded(control.Policies), "cost of a step", 500, lr=3e-2, lamb=1.0),
     "adapters": Task(_seeded(adapters.adapters), BYTE, 600, lr=3e-2, lamb=1.0, sources=PARTS),
 }
 """By name."""
 QUICK = ("mlp", "regression", "modadd", "fit", "recsys", "late", "vae")
 """The half whose runs take least, made with 64 workers as well."""
-LATER = ("adders", "adapters")
+LATER = ("adders", "gans", "policies", "adapters")
 FIRST = tuple(name for name in TASKS if name not in LATER)
 """Those that all recorded optimizers were run on; the ``LATER`` ones were added for our defaults and their parents."""

@@ -52,6 +52,22 @@ def layers(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential
     return nn.Sequential(*[m for a, b in pairs for m in (nn.Linear(a, b), activation())][:-1])
 
 
+def several(count: int, *widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Make such layers of ``count`` networks side by side, from [..., count, width] to [..., count, width]."""
+    pairs = pairwise(widths)
+    return nn.Sequential(*[m for a, b in pairs for m in (_Linears(count, a, b), activation())][:-1])
+
+
+class _Linears(nn.Module):
+    def __init__(self, count: int, a: int, b: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, a, b) / a**0.5)
+        self.bias = nn.Parameter(torch.zeros(count, b))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...na,nab->...nb", x, self.weight) + self.bias
+
+
 def norm(channels: int) -> nn.GroupNorm:
     """Normalise groups of four channels."""
     return nn.GroupNorm(channels // 4, channels)
