@@ -73,13 +73,13 @@ SLOW = {"lr": 1e-3, "weight_decay": 0.0}
 
 
 def test_renewals_are_close_at_first_and_50_steps_apart_later():
-    seen = renewals(make(), 420)
+    seen = renewals(make(), 620)
     begun = [t - 5 for t in range(1, len(seen)) if seen[t] > seen[t - 1]]  # steps after the freeze
-    assert begun[:8] == [2, 3, 4, 5, 6, 7, 8, 10]
+    assert begun[:16] == [*range(2, 17), 18]
     apart = [b - a for a, b in pairwise(begun)]
     assert apart == sorted(apart)
     assert apart[-3:] == [50, 50, 50]
-    assert all(gap <= max(1, t // 4) for gap, t in zip(apart, begun[1:], strict=True))
+    assert all(gap <= max(1, t // 8) for gap, t in zip(apart, begun[1:], strict=True))
 
 
 @pytest.mark.long(but=1)
@@ -137,9 +137,9 @@ def test_a_late_layer_of_lamb_moves_no_farther_than_it_is_large():
 
 
 def test_a_tensors_first_gradients_bring_renewals_closer_again():
-    seen = renewals(make(), 260, late_from=150)
-    assert seen[150] - seen[100] <= 2
-    alive = next(t for t in range(150, 260) if seen[t] != seen[150])  # a renewal has followed the first gradient
+    seen = renewals(make(), 360, late_from=250)
+    assert seen[250] - seen[200] <= 2
+    alive = next(t for t in range(250, 360) if seen[t] != seen[250])  # a renewal has followed the first gradient
     assert seen[alive + 12] - seen[alive] >= 6
 
 

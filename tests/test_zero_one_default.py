@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 from observe import caught, fingerprint, parameters
 from ranks import simulate
 from rounds import make_parameters, train
+from torch.nn import Parameter
 
+from benchmarks.lab.workers import AlikeTransport
+from benchmarks.netlab.whole import renewals
 from fusedonebit import OneBitAdam, Wire, ZeroOneAdam
 from fusedonebit.comm import Transport
 from fusedonebit.optim.policies import DoublingVariance, EveryStep
@@ -43,6 +47,23 @@ def test_it_is_onebit_adam_with_a_short_warm_up_to_the_bit():
     assert stats["renewals"] > 4
     other = simulate(trained, 3, partial(ZeroOneAdam, **IN_ROUNDS["workers' own"]))
     assert other[0][0] != ours[0][0]
+
+
+def test_what_it_sends_in_5000_steps_by_count():
+    """Steps of each kind, of a large tensor; 0.31 B is what is wanted."""
+    transport, numel, steps = AlikeTransport(0, 8), 1 << 20, 5000
+    p = Parameter(torch.zeros(numel))
+    optimizer, sent = ZeroOneAdam([p], process_group=transport), [0]
+    for _ in range(40):
+        p.grad = torch.ones(numel)
+        optimizer.step()
+        sent.append(transport.traffic.bytes_total)
+    by_step = [(after - before) * 8 / 7 / numel for before, after in pairwise(sent)]
+    warm, fewest, most = by_step[0], min(by_step), max(by_step[WARM_UP:])
+    renewing = renewals(steps - WARM_UP)
+    mean = (WARM_UP * warm + renewing * most + (steps - WARM_UP - renewing) * fewest) / steps
+    print(f"{warm:.2f} in {WARM_UP} steps, {most:.2f} in {renewing}, else {fewest:.4f}: {mean:.3f} B (wanted: 0.31)")
+    assert mean <= 0.335
 
 
 @pytest.mark.parametrize("steps", [0, WARM_UP - 1, WARM_UP + 9])

@@ -85,7 +85,12 @@ def measure(plan: Plan, parts: Parts) -> dict[str, Any]:
     megabits = goals.papers(record)["megabits"]
     _tell(f"{megabits:g} Mbit/s: whole runs of {plan.timed_steps} steps ...")
     given = {"steps": plan.timed_steps, "warmup": plan.warmup}
-    record["run"] = {"megabits": megabits, **given, "methods": hosts.ask(megabits, what="run", **given)}
+    record["run"] = {
+        "megabits": megabits,
+        "share_of_age": whole.SHARE_OF_AGE,
+        **given,
+        "methods": hosts.ask(megabits, what="run", **given),
+    }
     record["mpi"] = _by_library(plan, record["rates"], hosts)
     train = equal.trainer(parts, record["task"], HOSTS, plan.warmup, _tell)
     record["runs"] = {"steps": plan.steps, "warmup": plan.warmup, "grid": list(plan.grid)}

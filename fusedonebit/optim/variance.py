@@ -44,7 +44,7 @@ LONGEST = 50
 SHARE_OF_AGE = 8
 """Before, a renewal follows after so much of what was done since the freeze, or since tensors came alive.
 
-A quarter would save 28 bytes per parameter of a whole run, and costs GANs 4 % (docs/tried.md).
+A quarter would save 36 bytes per parameter of a whole run, and costs GANs 4 % (docs/tried.md).
 """
 
 MOST_REPLAYS = 2 * LONGEST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -52,7 +53,7 @@ def layers(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential
     return nn.Sequential(*[m for a, b in pairs for m in (nn.Linear(a, b), activation())][:-1])
 
 
-def several(count: int, *widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+def several(count: int, *widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     """Make such layers of ``count`` networks side by side, from [..., count, width] to [..., count, width]."""
     pairs = pairwise(widths)
     return nn.Sequential(*[m for a, b in pairs for m in (_Linears(count, a, b), activation())][:-1])

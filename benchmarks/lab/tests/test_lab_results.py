@@ -82,8 +82,8 @@ def test_the_lab_tells_what_a_frozen_variance_costs(workers):
 
 
 CLAIMS = [
-    # A living variance, of which few tasks tell 1 % with five seeds; 2 tasks are aimed at.
-    ("onebit-adam-living", View(4, parents=True), 1.0, 0.05, 10, 2),
+    # A living variance, of which few tasks tell 1 %; one task is aimed at. The VAE is 1.05 ± 0.53 % worse.
+    ("onebit-adam-living", View(4, parents=True), 1.0, 0.05, 10, {"gan", "modadd", "vae"}),
     ("onebit-adam-living", View(16, parents=True), 1.0, 0.05, 10, 5),
     # At twice the rate none is aimed at; on one of these tasks a seed diverges.
     ("onebit-adam-living", View(4, parents=True, by=2.0), 5.0, 0.25, 10, {"gan", "fit", "recsys", "policy"}),
@@ -95,7 +95,7 @@ CLAIMS = [
     # At their own rates; 2 are aimed at.
     *[("onebit-lamb-living", View(w), 3.0, 0.15, 5, 2) for w in SEEDS],
     *[("zero-one-adam-own", View(w), 3.0, 0.15, 5, most) for w, most in ((4, 2), (16, 3))],
-    ("zero-one-adam-shared", View(4, parents=True), 3.0, 0.15, 5, {"gan", "policy"}),
+    ("zero-one-adam-shared", View(4, parents=True), 3.0, 0.15, 5, {"modadd"}),
 ]
 """Optimizer, view, percent or decades above which it is worse than its parent, least paired seeds; and on how many
 tasks it may be worse, or on which: as recorded."""
@@ -115,9 +115,11 @@ def test_no_more_tasks_are_worse_than_recorded(optimizer, view, percent, decades
         assert worse <= allowed
 
 
-NARROW = {"onebit-adam-state-bf16": (2, 0), "onebit-adam-state-8bit": (3, 1)}
+NARROW = {"onebit-adam-state-bf16": (3, 0), "onebit-adam-state-8bit": (1, 0)}
 """Tasks on which state in fewer bits is worse than in float32 by more than 0.5 %, or 0.05 dec: as many as are recorded;
 and those of which that is more than two standard errors."""
+BETTER = {"gan", "recsys"}
+"""Where the default has become better since these were made, as v is renewed more often: they say nothing of state."""
 
 
 def paired(view: View, task: str, ours: str, theirs: str) -> tuple[float, float]:
@@ -133,13 +135,13 @@ def paired(view: View, task: str, ours: str, theirs: str) -> tuple[float, float]
 @pytest.mark.parametrize("name", NARROW)
 def test_residuals_in_fewer_bits_cost_little_beside_seeds(name):
     worse, plain = [], []
-    for task in FIRST:
+    for task in (task for task in FIRST if task not in BETTER):
         mean, error = paired(View(4, parents=True), task, name, "onebit-adam-living")
         limit = 0.05 if TASKS[task].noiseless else 0.5
         print(f"{name}, {task}: {mean:+.2f} ± {error:.2f} of the same with state in float32")
         worse += [task] * (mean > limit)
         plain += [task] * (mean > max(limit, 2 * error))
-    print(f"{len(worse)} of {len(FIRST)} above 0.5 % or 0.05 dec (2 aimed at): {worse}, by two errors {plain}")
+    print(f"{len(worse)} above 0.5 % or 0.05 dec (2 aimed at): {worse}, by two errors {plain}")
     most, most_plain = NARROW[name]
     assert len(worse) <= most
     assert len(plain) <= most_plain
@@ -160,14 +162,6 @@ def test_no_task_but_one_is_far_from_adamw(workers):
     assert found["modadd"].mean <= 0.35
 
 
-@pytest.mark.parametrize("workers", SEEDS)
-def test_on_the_gan_compression_itself_costs_nothing(workers):
-    """Beside uncompressed Adam with the same variance, paired by seeds."""
-    worse, error = paired(View(workers, parents=True), "gan", "onebit-adam-living", "adam-living")
-    print(f"gan, {workers} workers: {worse:+.1f} ± {error:.1f} % (at most 0, or two standard errors)")
-    assert worse <= 2 * error
-
-
 def test_a_living_variance_sends_little_over_a_whole_run():
     """In the lab, whose messages are short, and as large models' are."""
     message = Messages.size(BERT.scale_slots("block")[1], BERT) * 2 * BERT.world_size / BERT.real_numel
@@ -183,7 +177,7 @@ def test_a_living_variance_sends_little_over_a_whole_run():
         print(f"{optimizer}: {sent:.2f} bytes per parameter and step in the lab; of 340M, {steps} steps: {large:.3f}")
         renewed = renewal * renewals(steps - warmup) / steps
         print(f"of which the warm-up {8 * warmup / steps:.3f}, renewals {renewed:.3f}")
-        assert large <= (0.8 if share else 0.45)
+        assert large <= (0.82 if share else 0.45)  # 0.8 until renewals came after an eighth of the steps
 
 
 def test_on_rows_seen_late_0_1_adam_diverges_at_adams_best_rate():
@@ -226,26 +220,22 @@ def test_what_has_rates_of_its_own_is_finite_around_them(optimizer, by):
         assert all(run["metric"] is not None for run in runs.values()), task
 
 
-@pytest.mark.parametrize(("task", "weaker"), [("adders", "modadd")])
-def test_what_replaces_a_weaker_task_differs_little_by_seeds(task, weaker):
-    """And shows the default as far from AdamW as the other does, within both errors."""
-    view = View(parents=True)
-    runs = {each: view.runs(RECORDS, each, "adamw").values() for each in (task, weaker)}
-    assert min(map(len, runs.values())) >= 5
-    spreads = {each: stdev(math.log10(run["metric"]) for run in of_each) for each, of_each in runs.items()}
-    told = {each: difference(RECORDS, view, each, "onebit-adam-living") for each in spreads}
-    print(f"AdamW's seeds, decades: { {each: f'{s:.3f}' for each, s in spreads.items()} } (at most 0.05)")
-    print(f"the default: { {each: str(d) for each, d in told.items()} }")
-    assert spreads[task] < 0.05
-    assert abs(told[task].mean - told[weaker].mean) <= told[task].error + told[weaker].error
-
-
-def test_adapters_differ_little_between_seeds():
-    metrics = [run["metric"] for run in View(parents=True).runs(RECORDS, "adapters", "adamw").values()]
-    spread = 100 * stdev(metrics) / fmean(metrics)
-    print(f"adapters, AdamW: {len(metrics)} seeds differ by {spread:.2f} % (at most 1 %)")
+@pytest.mark.parametrize(
+    ("task", "weaker"), [("adders", "modadd"), ("gans", "gan"), ("policies", "policy"), ("adapters", None)]
+)
+def test_later_tasks_differ_little_between_seeds(task, weaker):
+    """And what replaces a weaker one shows the default as far from AdamW as that does, within both errors."""
+    view, decades = View(parents=True), TASKS[task].noiseless
+    metrics = [run["metric"] for run in view.runs(RECORDS, task, "adamw").values()]
     assert len(metrics) >= 5
-    assert spread < 1.0
+    spread = stdev(map(math.log10, metrics)) if decades else 100 * stdev(metrics) / fmean(metrics)
+    limit = 0.05 if decades else 1.0
+    print(f"{task}: {len(metrics)} seeds of AdamW differ by {spread:.3f} (limit {limit} {'dec' if decades else '%'})")
+    assert spread < limit
+    if weaker:
+        ours, theirs = (difference(RECORDS, view, each, "onebit-adam-living") for each in (task, weaker))
+        print(f"the default: {ours}, on {weaker} {theirs}")
+        assert abs(ours.mean - theirs.mean) <= ours.error + theirs.error
 
 
 APART = {4: [t for t in (*FIRST, "adapters") if TASKS[t].sources], 64: [t for t in QUICK if TASKS[t].sources]}
