@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from fusedonebit import FusedOneBitWarning
 
 SHAPES = ((300,), (20, 9), (40,))
-WARMUP, EASED, STEPS = 5, 25, 150
+WARMUP, EASED, STEPS = 5, 25, 230
 CAPTURED = WARMUP + EASED + 3
 SCALED_BY, OVERFLOWS = 8.0, (CAPTURED + 7, CAPTURED + 20)
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -117,7 +117,7 @@ def test_replays_with_renewing_steps_have_an_eager_runs_bits(name, extra):
     mixed = run_ranks(train, ranks, name, extra, renews)
     if name in LIVING:
         assert len(renews) >= 5
-        assert len(renews) < (STEPS - CAPTURED) / 8, "nearly all are replayed"
+        assert len(renews) < (STEPS - CAPTURED) / 10, "nearly all are replayed"
     for rank in range(ranks):
         *tensors, told = mixed[rank]
         *expected, told_expected = plain[rank]

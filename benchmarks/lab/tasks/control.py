@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .images import layers, several
+from .images import Linears, layers
 from .supervised import fixed
 from .trial import Params, Trial
 
@@ -75,7 +76,8 @@ class Policies(Policy):
     """Learn ``POLICIES`` at once, at each of the same starts; their mean cost differs less between seeds than one's."""
 
     def __init__(self) -> None:
-        self.models = [several(POLICIES, 4, 32, 32, len(THRUSTS) + 1, activation=nn.Tanh)]
+        linear = partial(Linears, POLICIES)
+        self.models = [layers(4, 32, 32, len(THRUSTS) + 1, activation=nn.Tanh, linear=linear)]
         self.held_out = self.batch(fixed(), EPISODES, 1.0)
 
     def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:

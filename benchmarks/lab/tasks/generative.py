@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .images import digits, layers, norm, several
+from .images import Linears, digits, layers, norm
 from .supervised import Learner, fixed, split
 from .trial import Params, Trial
 
@@ -81,11 +81,8 @@ class Gans(Gan):
     """
 
     def __init__(self) -> None:
-        activation = partial(nn.LeakyReLU, 0.2)
-        self.models = [
-            several(GANS, 64, 32, 32, 1, activation=activation),
-            nn.Sequential(*several(GANS, LATENT, 32, 32, 64, activation=activation), nn.Sigmoid()),
-        ]
+        several = partial(layers, activation=partial(nn.LeakyReLU, 0.2), linear=partial(Linears, GANS))
+        self.models = [several(64, 32, 32, 1), nn.Sequential(*several(LATENT, 32, 32, 64), nn.Sigmoid())]
         (self.images, self.held_out), (self.classes, _) = map(split, digits())
 
     def complete(self, picked: Tensor, draw: torch.Generator, share: float) -> tuple[Tensor, ...]:

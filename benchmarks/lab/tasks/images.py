@@ -47,19 +47,19 @@ def mlp() -> Supervised:
     return _classifier(nn.Sequential(nn.Flatten(), layers(64, 64, 64, CLASSES)))
 
 
-def layers(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+def layers(
+    *widths: int,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+    linear: Callable[[int, int], nn.Module] = nn.Linear,
+) -> nn.Sequential:
     """Linear layers with activations between them."""
     pairs = pairwise(widths)
-    return nn.Sequential(*[m for a, b in pairs for m in (nn.Linear(a, b), activation())][:-1])
+    return nn.Sequential(*[m for a, b in pairs for m in (linear(a, b), activation())][:-1])
 
 
-def several(count: int, *widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Make such layers of ``count`` networks side by side, from [..., count, width] to [..., count, width]."""
-    pairs = pairwise(widths)
-    return nn.Sequential(*[m for a, b in pairs for m in (_Linears(count, a, b), activation())][:-1])
+class Linears(nn.Module):
+    """A linear layer of each of ``count`` networks side by side, from [..., count, a] to [..., count, b]."""
 
-
-class _Linears(nn.Module):
     def __init__(self, count: int, a: int, b: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(count, a, b) / a**0.5)
