@@ -77,7 +77,7 @@ def follow_living(paper: ModuleType, name: str) -> Iterator[Seen]:
             paper.live(s, math.inf, beta2=beta2, eta=1e-8, floor=0.3)
         paper.living_adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
         done, since = t + 1 - WARMUP, t + 1 - last
-        if since >= max(1, done // 4):
+        if since >= max(1, done // 8):
             r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
             paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=1e-8, floor=0.3)
             last = t + 1

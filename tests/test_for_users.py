@@ -197,6 +197,7 @@ def looked_at(rank: int, transport: Transport, name: str, looks: bool) -> str:
         train(optimizer, rank, [i])
         if looks:
             optimizer.state_dict(), optimizer.stats(layers="Lamb" in name), repr(optimizer), kept(optimizer)
+    optimizer.state_dict()  # a renewal that is due comes before it
     return of_all(optimizer)
 
 

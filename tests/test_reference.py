@@ -187,7 +187,7 @@ def follow_living_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:
             paper.live_lamb(s, math.inf, beta2=beta2, eta=eta, floor=0.3, c_range=c_range)
         paper.living_lamb(s, g, **options)
         done, since = t + 1 - WARMUP, t + 1 - last
-        if since >= max(1, done // 4):
+        if since >= max(1, done // 8):
             r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
             paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=eta, floor=0.3)
             last = t + 1
