@@ -18,6 +18,7 @@ from ..triton_kernels.codes import keep_nearest
 from ..triton_kernels.nouns import Codes, Places, Stored
 from ..triton_kernels.projections import Projections
 from ..triton_kernels.renewal import SUMS
+from ..triton_kernels.squares import PEAKS
 from .message import ALIGNMENT
 from .partition import Section
 from .shards import ShardGroup
@@ -84,19 +85,9 @@ class Rows:
         return other
 
     @property
-    def logs(self) -> Tensor:
-        """Return elements' logarithms, uint8 [count, elements]."""
-        return self.buffer[:, : self._elements]
-
-    @property
-    def tops(self) -> Tensor:
-        """Return the exponents of blocks' logarithms, uint8 [count, blocks]."""
-        return self.buffer[:, self._elements : self._elements + self._blocks]
-
-    @property
     def codes(self) -> Codes:
-        """Return both."""
-        return Codes(self.logs, self.tops)
+        """Return elements' logarithms, and the exponents of blocks', a row for each chunk."""
+        return Codes(*self.buffer[:, : self._elements + self._blocks].split([self._elements, self._blocks], 1))
 
     @property
     def numbers(self) -> Tensor:
@@ -104,16 +95,26 @@ class Rows:
         return self.buffer[:, self._first : self._behind].view(torch.float32)
 
     @property
+    def projections(self) -> Tensor:
+        """Return the numbers before ``peaks``, float32 [count, projections]."""
+        return self.numbers[:, : -PEAKS * self._blocks]
+
+    @property
+    def peaks(self) -> Tensor:
+        """Return the last numbers, float32 [count, 2, blocks], see ``tell_squares``."""
+        return self.numbers[:, -PEAKS * self._blocks :].view(-1, PEAKS, self._blocks)
+
+    @property
     def sums(self) -> Tensor:
-        """Return servers' sums, float32 [count, 3, blocks], see ``average_squares``."""
+        """Return servers' sums, float32 [count, 5, blocks], see ``average_squares``."""
         return self.numbers.view(-1, SUMS, self._blocks)
 
 
 def by_tensor(sums: Tensor, first_block: Tensor, ranks: ShardGroup) -> tuple[Tensor, Tensor]:
-    """Return sums of whole tensors as if each were a block of one chunk, float64 [1, 3, tensors], and their places.
+    """Return sums of whole tensors as if each were a block of one chunk, float64 [1, 5, tensors], and their places.
 
     Args:
-        sums: float32 [chunks, 3, blocks], of those blocks that are here.
+        sums: float32 [chunks, 5, blocks], of those blocks that are here.
         first_block: int32 [tensors + 1], where each tensor's begin.
         ranks: Who has the others.
     """
@@ -157,26 +158,17 @@ class SharedSquares:
         """Write what is sent: arguments as of ``tell_squares``."""
         layout, projections = self._layout, self._projections
         assert looks.updates is not None
-        self.sent = sent = Rows(layout, layout.world_size, projections.width, self._device)
+        width = projections.width + PEAKS * layout.blocks_per_chunk
+        self.sent = sent = Rows(layout, layout.world_size, width, self._device)
         self._places = places.at(self._own)
-        tell_squares(
-            grads,
-            places,
-            self.stored,
-            looks.factor,
-            looks.updates,
-            first_block,
-            projections.share,
-            projections.place,
-            sent.codes,
-            sent.numbers,
-        )
+        looked = grads, places, self.stored, looks.factor, looks.updates, first_block
+        tell_squares(*looked, projections.share, projections.place, sent.codes, sent.projections, sent.peaks)
 
     def average(self, arrived: Rows) -> None:
         """Average this rank's chunk, of rows from all ranks."""
         layout, projections, own = self._layout, self._projections, self._own
         self.served = served = Rows(layout, 1, SUMS * layout.blocks_per_chunk, self._device)
-        told = arrived.codes, arrived.numbers, projections.share[own], projections.place[own]
+        told = arrived.codes, arrived.projections, arrived.peaks, projections.share[own], projections.place[own]
         average_squares(self._places, *told, served.codes, served.sums[0])
 
     def exchange(self, transport: Transport) -> None:

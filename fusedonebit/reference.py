@@ -85,7 +85,7 @@ class LivingState(State):
         self.level, self.weight = x.new_zeros(len(layers)), 0.0      # that of |mean g|^2, and its weights' sum
 
 
-def live(s: LivingState, t: int, *, beta2: float = 0.999, eta: float = 1e-8, floor: float = 0.1) -> None:
+def live(s: LivingState, t: int, *, beta2: float = 0.999, eta: float = 1e-8, floor: float = 0.125) -> None:
     """End of a warm-up of t steps: all workers go on from its variance, which is brought to a mean's scale."""
     s.s[:] = s.v
     s.level = torch.stack([s.v[l].sum() for l in s.layers])
@@ -109,18 +109,27 @@ def living_adam(s: LivingState, g: Tensor, *, gamma: float, beta1: float = 0.9, 
 
 
 def renew(s: LivingState, g: Tensor, r: Tensor, since: int, shares: Sequence[int], *, beta2: float = 0.999,
-          eta: float = 1e-8, floor: float = 0.1) -> None:
+          eta: float = 1e-8, floor: float = 0.0, block: int = 4096) -> None:
     """After a step on the gradients g [W, d]: v anew, from random signs r [d], alike on all workers.
 
-    since: Steps since the last time. shares: Of how many elements of a layer one projection is the sum.
+    since: Steps since the last time. shares: Of how many elements of a layer one projection is the sum. block: Elements
+    of which each worker tells how large squares are where there is a gradient.
     """
     b = beta2**since
     s.level, s.weight = b * s.level + (1 - b) * projected(s.layers, g, r, shares), b * s.weight + 1 - b
     mean = logarithm(logarithm(s.s).mean(0))                         # sent to servers, and back
     level = [s.level[k] / s.weight / mean[l].sum() for k, l in enumerate(s.layers)]
-    v = torch.cat([floored(level[k] * mean[l], floor) for k, l in enumerate(s.layers)])
+    least = [max(floor, min(1.0, float(least_share(g[:, l], s.s[:, l], beta2, block) / s.weight))) for l in s.layers]
+    v = torch.cat([floored(level[k] * mean[l], least[k]) for k, l in enumerate(s.layers)])
     unit = (s.v.sqrt() + eta) / (v.sqrt() + eta)
     s.v, s.m, s.worker_error, s.server_error = v, unit * s.m, unit * s.worker_error, unit * s.server_error
+
+
+def least_share(g: Tensor, s: Tensor, beta2: float, block: int) -> Tensor:
+    """What one gradient of the usual size makes of Adam's v, of an element that has had none: (1 - beta2) g^2."""
+    q, s = ((x if len(x[0]) < block else x.unflatten(1, (-1, block))) for x in (g**2, s))
+    peak, met = ((q * x).sum(-1) / q.sum(-1) for x in (q, s))            # where there is a gradient
+    return (1 - beta2) * peak.sum() / met.sum()
 
 
 def projected(layers: Sequence[slice], g: Tensor, r: Tensor, shares: Sequence[int]) -> Tensor:
@@ -230,7 +239,7 @@ class LivingLambState(LivingState):
         self.u2 = x.new_zeros(len(layers))                           # the average of |u|^2
 
 
-def live_lamb(s: LivingLambState, t: int, *, beta2: float = 0.999, eta: float = 1e-6, floor: float = 0.1,
+def live_lamb(s: LivingLambState, t: int, *, beta2: float = 0.999, eta: float = 1e-6, floor: float = 0.125,
               c_range: tuple[float, float] = (0.01, 10.0)) -> None:
     """End of a warm-up of t steps: as live, and each layer goes on from its last coefficient."""
     u = s.m / (s.v.sqrt() + eta)

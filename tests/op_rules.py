@@ -22,6 +22,7 @@ from fusedonebit.triton_kernels.nouns import Arrived, Codes, Side
 from fusedonebit.triton_kernels.parts import programs_of
 from fusedonebit.triton_kernels.projections import Projections
 from fusedonebit.triton_kernels.receive import spans_of
+from fusedonebit.triton_kernels.renewal import SUMS
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 
 Rule = Callable[[Any], Any]
@@ -211,11 +212,12 @@ def levels(m: Any) -> Tensor:
 def sums_of_squares(m: Any) -> Tensor:
     """Sums of chunks' blocks, or of whole tensors: the first has no gradient, the last no squares; one is infinite."""
     first, chunks = first_blocks(m), m.known["W"] if by_blocks(m) else 1
-    each = m.p.normal(3, m.p.layout.n_blocks if by_blocks(m) else m.known["T"]).abs()
+    each = m.p.normal(SUMS, m.p.layout.n_blocks if by_blocks(m) else m.known["T"]).abs()
     for row, begin, end, value in ((2, first[-2] - 1, first[-2], torch.inf), (0, first[-2], first[-1], 0.0)):
         each[row, max(0, begin) : end] = value
     each[2, : first[1]] = 0.0
-    return each.view(3, chunks, -1).transpose(0, 1).contiguous()
+    each[4, : first[1]] = 0.0
+    return each.view(SUMS, chunks, -1).transpose(0, 1).contiguous()
 
 
 def by_blocks(m: Any) -> bool:
@@ -428,6 +430,7 @@ RULES: dict[str, Rule] = {
     "summed": lambda m: 3.0 + torch.arange(m.known["T"]),
     "awaited": lambda m: torch.arange(m.known["T"]).double() % 3,
     **either("arrived_projections projections", projections),
+    "arrived_peaks": lambda m: m.p.normal(*m.shape).abs(),
     "gradient_squares.sums": lambda m: nothing(m, -(-m.known["B"] // PIECE), dtype=torch.float64),
     "gradient_squares.tickets": lambda m: torch.zeros(1 + -(-m.known["B"] // PIECE), dtype=torch.int32),
     "gradient_squares.told": lambda m: nothing(m, 2 if m.done["earlier"] is None else 3),

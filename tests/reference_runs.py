@@ -52,7 +52,7 @@ def model() -> Tensor:
     return by_layer(1.0, 2.0, 0.1) * (1 + 0.2 * normal(1000))
 
 
-ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 AS_PRINTED = PAPER | {"weight_decay": 0.0, "freeze_step": WARMUP, "block_size": 128}
 
@@ -60,7 +60,7 @@ LAYOUT = FlatLayout(tuple(SIZES), WORKERS, 128)
 
 SHARES = Projections.of(LAYOUT).shares
 
-LIVING = AS_PRINTED | {"precondition": True, "variance_floor": 0.3}
+LIVING = AS_PRINTED | {"precondition": True, "variance_floor": 0.05}
 
 
 def follow_living(paper: ModuleType, name: str) -> Iterator[Seen]:
@@ -74,12 +74,12 @@ def follow_living(paper: ModuleType, name: str) -> Iterator[Seen]:
             yield {"x": s.x, "m": s.m, "v": s.v}
             continue
         if t == WARMUP:  # no bias correction: as if the warm-up had been endless
-            paper.live(s, math.inf, beta2=beta2, eta=1e-8, floor=0.3)
+            paper.live(s, math.inf, beta2=beta2, eta=1e-8, floor=0.05)
         paper.living_adam(s, g, gamma=1e-2, beta1=beta1, beta2=beta2, eta=1e-8)
         done, since = t + 1 - WARMUP, t + 1 - last
         if since >= max(1, done // 8):
             r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
-            paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=1e-8, floor=0.3)
+            paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=1e-8, floor=0.05, block=128)
             last = t + 1
         unit = s.v.sqrt() + 1e-8
         errors = {"worker_error": s.worker_error * unit, "server_error": s.server_error}

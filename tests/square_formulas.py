@@ -73,6 +73,12 @@ def tell_squares(w: Wide, after: Any) -> None:
     close(found[seen], own[seen], 1 / 16 + 1e-6)
     assert not found[own < largest * 2.0**-33].any()
     projected(w, after, a.first_block, len(after.projections))
+    g = np.where(w.live, w.flat(a.grads), 0.0) * (1.0 if a.factor is None else float(a.factor))
+    square = w.rows(g) ** 2
+    weight = np.maximum(square.sum(1), 1e-300)
+    for found, of in zip(after.peaks.transpose(0, 1).reshape(2, -1), (square, own), strict=True):
+        mean = (square * of).sum(1) / weight
+        close(found, np.where(mean <= np.finfo(np.float32).max, mean, np.finfo(np.float32).max), 1e-6, 1e-38)
 
 
 @formula
@@ -96,6 +102,7 @@ def average_squares(w: Wide, after: Any) -> None:
         projection = a.arrived_projections[:, place : place + w.block // share].double().mean(0)
         square = float(projection.square().sum())  # infinite where that of any worker is
         close(after.sums[2, b], square, 1e-5)
+    close(after.sums[3:], a.arrived_peaks.double().mean(0), 1e-6)
 
 
 @formula
@@ -145,19 +152,24 @@ def follow_level(a: Any, after: Any) -> None:
 
 @formula
 def renew_levels(a: Any, after: Any) -> None:
-    by_block, before = a.sums.transpose(0, 1).reshape(3, -1).double(), a.levels.double()
-    total, alive, square = torch.stack([by_block[:, x:y].sum(1) for x, y in pairwise(a.first_block.tolist())], 1)
-    kept = a.coef[:, Coef.BETA2].double() ** (a.steps - before[3]).clamp(min=1)
+    by_block, before = a.sums.transpose(0, 1).reshape(5, -1).double(), a.levels.double()
+    sums = [by_block[:, x:y].sum(1) for x, y in pairwise(a.first_block.tolist())]
+    total, alive, square, peak, met = torch.stack(sums, 1)
+    beta2 = a.coef[:, Coef.BETA2].double()
+    kept = beta2 ** (a.steps - before[3]).clamp(min=1)
     level, weight = followed(before, kept, square)
     counts = square.isfinite() & (int(a.flags) & ~int(Flag.VETO) == 0)
+    seen = counts & (met > 0) if a.absent is None else counts & (met > 0) & (a.absent == 0)
     counts &= (square != 0) | (level >= before[4] / 4)  # an idle tensor's level stays
     if a.absent is not None:
         counts &= a.absent == 0
     level, weight = torch.where(counts, level, before[0]), torch.where(counts, weight, before[1])
+    share = torch.where(seen & (weight > 0), ((1 - beta2) * peak / met / weight).clamp(max=1.0), 1 / 8)
+    share = share.clamp(min=a.floor)
     corrected = torch.where((total > 0) & (level > 0), level / weight.clamp(min=1e-30), 0.0)
     mean = corrected / alive.clamp(min=1e-30)
     lives = mean.nan_to_num() > 1e-38
-    factors = torch.stack([corrected / total.clamp(min=1e-30), mean, mean * a.floor]).nan_to_num()
+    factors = torch.stack([corrected / total.clamp(min=1e-30), mean, mean * share]).nan_to_num()
     close(after.factors, torch.where(lives, factors, torch.stack([0 * mean, a.mean_sq, a.mean_sq])), 1e-6, 1e-38)
     mean_sq = after.factors[1].double()  # of a tensor without a level, or without squares, as it was
     same(after.mean_sq, mean_sq)

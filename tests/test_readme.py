@@ -98,8 +98,8 @@ def test_bytes_and_losses_of_whole_runs_are_the_labs():
     )
     misses = [int(each.split(" of ")[0]) for each in last["worse by more than 1 % (0.05 dec)"]]
     assert numbers(row("tasks of those 14").split("|")[2]) == [14 - each for each in misses]
-    (policies,) = numbers(re.search(r"REINFORCE ends (\d+) % worse", README)[1])
-    assert policies == round(difference(records, View(parents=True), "policies", ours[0]).mean)
+    (gans,) = numbers(re.search(r"Small GANs end (\d+) % worse", README)[1])
+    assert gans == round(difference(records, View(parents=True), "gans", ours[0]).mean)
 
 
 def test_what_memory_moves_is_what_the_pages_say():

@@ -184,12 +184,12 @@ def follow_living_lamb(paper: ModuleType, name: str) -> Iterator[Seen]:
             continue
         if t == WARMUP:
             c_range = LIVING_LAMB["c_min"], LIVING_LAMB["c_max"]
-            paper.live_lamb(s, math.inf, beta2=beta2, eta=eta, floor=0.3, c_range=c_range)
+            paper.live_lamb(s, math.inf, beta2=beta2, eta=eta, floor=0.05, c_range=c_range)
         paper.living_lamb(s, g, **options)
         done, since = t + 1 - WARMUP, t + 1 - last
         if since >= max(1, done // 8):
             r = random_signs(torch.tensor(t), 0, (1, ENDS[-1]))[0].double()
-            paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=eta, floor=0.3)
+            paper.renew(s, g, r, since, SHARES, beta2=beta2, eta=eta, floor=0.05, block=128)
             last = t + 1
         unit = (s.v.sqrt() + eta) / torch.cat([s.c[k].expand(size) for k, size in enumerate(SIZES)])
         errors = {"worker_error": s.worker_error * unit, "server_error": s.server_error}

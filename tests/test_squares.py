@@ -9,6 +9,7 @@ from ranks import run_ranks, simulate
 from torch import Tensor
 
 from benchmarks.shapes import bert_large, sizes
+from fusedonebit import reference
 from fusedonebit.comm import Messages, TorchTransport, Transport
 from fusedonebit.comm.shared_squares import Looks, SharedSquares
 from fusedonebit.optim.variance import LONGEST
@@ -152,22 +153,27 @@ def averaged(rank: int, transport: Transport) -> tuple[np.ndarray, int]:
     shared.exchange(transport)
     sent = transport.traffic.bytes_total - before
     blocks, widest = layout.blocks_per_chunk, Projections.of(layout).width
-    assert sent == (transport.world_size - 1) * sum(padded(129 * blocks) + padded(4 * n) for n in (widest, 3 * blocks))
+    numbers = widest + 2 * blocks, 5 * blocks
+    assert sent == (transport.world_size - 1) * sum(padded(129 * blocks) + padded(4 * n) for n in numbers)
     means = shared.means
-    logs, tops = means.logs.reshape(-1), means.tops.reshape(-1)
+    logs, tops = (codes.reshape(-1) for codes in means.codes)
     told = decode(logs.view(len(tops), -1), tops)
-    check_sums(layout, told, means.sums.transpose(0, 1).reshape(3, -1))
+    check_sums(layout, told, means.sums.transpose(0, 1).reshape(5, -1))
     return told.view(-1).numpy(), sent
 
 
 def check_sums(layout: FlatLayout, told: Tensor, sums: Tensor) -> None:
-    """What servers say of each block: the sum of what is told, how many are alive, the mean gradient's square."""
+    """What servers say of each block: the sum of what is told, how many are alive, its square, and peaks."""
     counted = torch.where(live_table(layout).mask().view(told.shape), told, 0.0).double()
     np.testing.assert_allclose(sums[0].numpy(), counted.sum(1).numpy(), rtol=1e-6)
     np.testing.assert_array_equal(sums[1].numpy(), (counted > 0).sum(1).numpy())
     mean, first = (1 + layout.world_size) / 2, layout.first_block
     assert sums[2, first[1]] == pytest.approx(mean**2), "the second tensor, of one element, is told as it is"
     assert float(sums[2, first[2] :].sum()) == pytest.approx(4000 * mean**2, rel=1.0)
+    squares = [(rank + 1.0) ** 2 for rank in range(layout.world_size)]
+    assert sums[3, first[1]] == pytest.approx(np.mean(squares))
+    stored = [squares_of(rank, layout.numel)[128 * first[1]] for rank in range(layout.world_size)]
+    assert sums[4, first[1]] == pytest.approx(np.mean(stored), rel=1e-5)
 
 
 def averaged_over_gloo(rank: int, world_size: int) -> tuple[np.ndarray, int]:
@@ -195,3 +201,13 @@ def test_ranks_know_the_same_mean_of_squares(world_size):
 
 def test_ranks_over_gloo_know_the_same_mean_of_squares():
     check_average(run_ranks(averaged_over_gloo, 2))
+
+
+@pytest.mark.parametrize(("often", "least", "most"), [(1.0, 0.02, 0.04), (0.1, 0.2, 0.4), (0.01, 2.0, 4.0)])
+def test_the_rarer_gradients_are_the_more_of_its_mean_has_v(often, least, most):
+    """A Gaussian's fourth moment is 3: one of usual size adds 3 (1 - beta2) / often of the mean to Adam's v."""
+    generator = torch.Generator().manual_seed(1)
+    g = torch.randn(2, 8192, generator=generator) * (torch.rand(2, 8192, generator=generator) < often)
+    share = float(reference.least_share(g, torch.full_like(g, often), 0.99, 4096))
+    print(f"gradients in {often:g} of the steps: at least {share:.2f} of the mean ({least:g} to {most:g})")
+    assert least <= share <= most

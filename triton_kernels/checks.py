@@ -144,7 +144,7 @@ class Checks:
             # Whoever has made a ``Listed`` knows where its tensors are.
             dtypes, devices = set(map(_DTYPE, x)), set() if isinstance(x, Listed) else set(map(_DEVICE, x))
             fits = len(x) == count and dtypes <= KINDS.keys() and devices <= {device}
-            if not fits or (wanted and numels != wanted and not all(map(_is_or_none, numels, wanted))):
+            if not fits or (numels != wanted and any(map(lambda n, size: n not in (0, size), numels, wanted or ()))):
                 wrong.append(partial(self._told_list, label, x, wanted, count, given[0]))
         torch._check_value(not wrong, lambda: wrong[0]())
 
@@ -183,7 +183,3 @@ def _shapes(shapes: Sequence[Sequence[str]]) -> str:
 
 def _few(numbers: Sequence[int]) -> str:
     return f"{list(numbers[:8])}" if len(numbers) <= 8 else f"{list(numbers[:8])} and {len(numbers) - 8} more"
-
-
-def _is_or_none(n: int, size: int) -> bool:
-    return n in (0, size)

@@ -198,10 +198,7 @@ def follow(
     if found is not None and not bool((fine := rules.counts(g, k)).all()):
         found |= int(PARTLY)
         new_m, new_v, still = tl.where(fine, new_m, m), tl.where(fine, new_v, v), ~fine
-    stored = (
-        store(exp_avg, new_m, moments.drawn, tile),
-        store(exp_avg_sq, new_v, moments.drawn, tile, signed=False),
-    )
+    stored = (store(exp_avg, new_m, moments.drawn, tile), store(exp_avg_sq, new_v, moments.drawn, tile, signed=False))
     if exp_avg_sq_sums is not None:
         exp_avg_sq_sums[tile.blocks] = new_v.sum(1, dtype=torch.float64)
     return *(stored if as_kept else (new_m, new_v)), still

@@ -143,11 +143,7 @@ def _namespace(module: dict[str, Any]) -> dict[str, Any]:
     return _namespaces[name]
 
 
-def _column(k: Tensor, which: int) -> Tensor:
-    return k[:, which, None]
-
-
-@jit(eager=_column)
+@jit(eager=lambda k, which: k[:, which, None])
 def of(k, which: tl.constexpr):
     """Read a coefficient: of one tensor, from its row of the table, in a kernel; in Python by block, [blocks, 1]."""
     return tl.load(k + which)

@@ -159,11 +159,7 @@ def pick_owned_kernel(bits, bits_stride, quads, rank, world_size, seed, owners, 
     tl.store(picked + i, chosen, mask=inside)
 
 
-@op(
-    pick_owned_kernel,
-    writes=("owners", "picked"),
-    derive={**WORDS, "programs": ("i32", lambda parts: parts)},
-)
+@op(pick_owned_kernel, writes=("owners", "picked"), derive={**WORDS, "programs": ("i32", lambda parts: parts)})
 def pick_owned(bits: Words, rank: int, seed: int, owners: Words, picked: Annotated[Words, "1 stride"]) -> None:
     """Draw whose sign each coordinate gets, and pick those of this rank: D/W bits of D.
 

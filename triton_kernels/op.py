@@ -319,7 +319,8 @@ class Op:
             start(*addresses)
         else:
             if interpreting():  # its interpreter takes what its launcher would narrow
-                given = [_narrowed(value, p.kind) for value, p in zip(given, self.parameters, strict=True)]
+                kinds = [p.kind for p in self.parameters]
+                given = [ctypes.c_float(x).value if kind == "fp32" else x for x, kind in zip(given, kinds, strict=True)]
             # A fused multiply-add would round once where rules round twice.
             compiled = self.kernel.triton[(programs,)](*given, num_warps=num_warps, enable_fp_fusion=False)
             start = None if compiled is None else compiled[(programs, 1, 1)]  # None of Triton's interpreter
@@ -347,11 +348,6 @@ class Op:
             if type(x := arguments[at]) is not Listed and not _PLAIN.issuperset(map(type, x)):
                 return False
         return True
-
-
-def _narrowed(value: Any, kind: str) -> Any:
-    """Return an argument as a kernel gets it."""
-    return ctypes.c_float(value).value if kind == "fp32" else value
 
 
 def _words(bits: Tensor) -> Tensor:

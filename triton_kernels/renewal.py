@@ -31,13 +31,14 @@ from .nouns import (
 )
 from .op import op
 from .rules import BETA2, COLUMNS, FACTOR, INFINITY, LARGEST, LEAST, USUAL
-from .squares import ALIVE, PROJECTED, TOTAL
+from .squares import ALIVE, MET, PEAK, PROJECTED, TOTAL
 
 LEVEL, WEIGHT, MEAN, FOLLOWED, HELD = 0, 1, 2, 3, 4  # rows of ``levels``
 LEVELS = 5
 VETO = headers.VETO
+UNSEEN = 0.125  # share of its mean that v has at least at first, and where a renewal sees no gradient
 MOST_FALL = 0.25  # of the level that a tensor had when a gradient of it was last seen
-SUMS = 3  # rows of what servers tell of a block
+SUMS = 5  # rows of what servers tell of a block
 
 
 # ---------------------------------------------------------------- formulas
@@ -63,10 +64,22 @@ def level_of(level, weight, total):
 
 
 @rule
-def factors_of(level, total, alive, floor):
+def least_share(peak, met, beta2, weight, seen):
+    """Return the share of its mean that v has at least: what Adam's own gets by one gradient of the usual size.
+
+    An element that seldom has one keeps a small v in the step in which Adam's grows by (1 - beta2) g^2, over the
+    ``weight`` of all. That is this share, if g^2 over the squares' EMA (``peak`` / ``met``) is the mean's, too.
+    """
+    share = (1.0 - beta2) * peak / tl.where((met > 0) & (weight > 0), met * weight, 1.0)
+    return tl.where(seen & (met > 0) & (weight > 0) & (share >= 0), tl.where(share < 1.0, share, 1.0), UNSEEN)
+
+
+@rule
+def factors_of(level, total, alive, share, floor):
     """Return what workers' mean squares are multiplied with, v where there are none, and the least v; float64."""
     mean = level / tl.where(alive > 0, alive, 1.0)
-    return level / tl.where(total > 0, total, 1.0), mean, mean * floor
+    least, asked = mean * share, mean * floor
+    return level / tl.where(total > 0, total, 1.0), mean, tl.where(least > asked, least, asked)
 
 
 # ---------------------------------------------------------------- a tensor's level
@@ -90,12 +103,14 @@ def renew_levels_kernel(
     sums, sums_stride, first_block, coef, steps, flags, absent, floor: tl.float64, levels, levels_stride, mean_sq,
     entered, woken, factors, factors_stride, last, last_stride, blocks_per_chunk,
 ):  # fmt: skip
-    """Grid: tensors. Bytes per block: 12."""
+    """Grid: tensors. Bytes per block: 20."""
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(first_block + t), tl.load(first_block + t + 1)
     total = _sum_of_blocks(sums, TOTAL, sums_stride, begin, end, blocks_per_chunk)
     alive = _sum_of_blocks(sums, ALIVE, sums_stride, begin, end, blocks_per_chunk)
     square = _sum_of_blocks(sums, PROJECTED, sums_stride, begin, end, blocks_per_chunk)
+    peak = _sum_of_blocks(sums, PEAK, sums_stride, begin, end, blocks_per_chunk)
+    met = _sum_of_blocks(sums, MET, sums_stride, begin, end, blocks_per_chunk)
     level = tl.load(levels + LEVEL * levels_stride + t).to(tl.float64)
     weight = tl.load(levels + WEIGHT * levels_stride + t).to(tl.float64)
     done = tl.load(steps + t)
@@ -116,15 +131,16 @@ def renew_levels_kernel(
     one = tl.zeros([1], tl.float64)  # ``power`` takes lanes
     kept = tl.sum(power(one + beta2, one + tl.where(since > 1.0, since, 1.0)))
     new_level, new_weight = followed_level(level, weight, kept, square)
-    taken = taken & (idle(square, new_level, held.to(tl.float64)) == 0)
-    tl.store(levels + HELD * levels_stride + t, tl.where(taken & (square > 0), new_level.to(tl.float32), held))
-    level = tl.where(taken, new_level, level).to(tl.float32)
-    weight = tl.where(taken, new_weight, weight).to(tl.float32)
+    follows = taken & (idle(square, new_level, held.to(tl.float64)) == 0)
+    tl.store(levels + HELD * levels_stride + t, tl.where(follows & (square > 0), new_level.to(tl.float32), held))
+    level = tl.where(follows, new_level, level).to(tl.float32)
+    weight = tl.where(follows, new_weight, weight).to(tl.float32)
     tl.store(levels + LEVEL * levels_stride + t, level)
     tl.store(levels + WEIGHT * levels_stride + t, weight)
-    tl.store(levels + FOLLOWED * levels_stride + t, tl.where(taken, done.to(tl.float32), followed))
+    tl.store(levels + FOLLOWED * levels_stride + t, tl.where(follows, done.to(tl.float32), followed))
     level = level_of(level.to(tl.float64), weight.to(tl.float64), total)
-    factor, usual, least = factors_of(level, total, alive, floor)
+    share = least_share(peak, met, beta2, weight.to(tl.float64), taken)
+    factor, usual, least = factors_of(level, total, alive, share, floor)
     lives = usual.to(tl.float32) > 0.0
     tl.atomic_add(woken, 1, mask=lives & (last_mean == 0.0))
     tl.store(entered + t, INFINITY, mask=lives)
@@ -139,13 +155,10 @@ def renew_levels_kernel(
 @op(
     renew_levels_kernel,
     writes=("levels", "mean_sq", "entered", "woken", "factors", "last"),
-    derive={
-        "programs": ("i32", lambda steps: len(steps)),
-        "blocks_per_chunk": ("i32", lambda sums: sums.shape[2]),
-    },
+    derive={"programs": ("i32", lambda steps: len(steps)), "blocks_per_chunk": ("i32", lambda sums: sums.shape[2])},
 )
 def renew_levels(
-    sums: Annotated[FloatsOrDoubles, "chunks 3 blocks"], first_block: Annotated[Table, "T+1"], coef: CoefTable,
+    sums: Annotated[FloatsOrDoubles, "chunks 5 blocks"], first_block: Annotated[Table, "T+1"], coef: CoefTable,
     steps: DoublePerTensor, flags: Flag, absent: OfTensors | None, floor: float, levels: Annotated[Floats, "5 T"],
     mean_sq: DoublePerTensor, entered: DoublePerTensor, woken: Flag, factors: Factors, last: Factors,
 ) -> None:  # fmt: skip
@@ -164,7 +177,7 @@ def renew_levels(
         steps: Each one's updates.
         flags: int32 [1] of the step whose gradients were told.
         absent: Of which no rank had a gradient in it; None: none.
-        floor: Share of the tensor's mean that v has at least.
+        floor: Share of the tensor's mean that v has at least; see ``least_share`` for what else it has.
         levels: Read and written: the EMA of |mean g|^2, from 0; how much of its weights has been
             given; the mean of v, 0 while a tensor waits for its first gradient; the tensor's updates when the EMA was
             last followed; and what it was when there was a gradient last.
@@ -177,20 +190,24 @@ def renew_levels(
     """
     rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double()
     lengths = first_block.diff().long()
-    total, alive, square = torch.segment_reduce(rows.T.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0.0).T
+    total, alive, square, peak, met = torch.segment_reduce(
+        rows.T.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0.0
+    ).T
     level, weight, _, followed, held = levels.double()
     taken = ((flags & ~int(VETO)) == 0) & (square.abs() <= LARGEST)
     if absent is not None:
         taken = taken & (absent == 0)
-    kept = plain_power(coef[:, BETA2].double(), (steps - followed).clamp(min=1.0))
+    beta2 = coef[:, BETA2].double()
+    kept = plain_power(beta2, (steps - followed).clamp(min=1.0))
     new_level, new_weight = followed_level(level, weight, kept, square)
-    taken &= ~idle(square, new_level, held)
+    follows = taken & ~idle(square, new_level, held)
     held = torch.where(square > 0, new_level, held)
     new = torch.stack([new_level, new_weight, mean_sq, steps, held]).float()
-    levels.copy_(torch.where(taken, new, levels))
+    levels.copy_(torch.where(follows, new, levels))
     level, weight = levels[:MEAN].double()
+    share = least_share(peak, met, beta2, weight, taken)
     last.copy_(factors)
-    factor, usual, least = factors_of(level_of(level, weight, total), total, alive, floor)
+    factor, usual, least = factors_of(level_of(level, weight, total), total, alive, share, floor)
     lives = usual.float() > 0
     woken += (lives & (mean_sq == 0)).sum().int()
     entered.masked_fill_(lives, INFINITY)

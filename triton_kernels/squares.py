@@ -6,6 +6,8 @@ Of the mean gradient nobody but an average of floats knows the squares. What wor
     logarithms      of each worker's own squares, 8 bits an element; their mean has the variance's shape
     projections     of its gradient on random signs, alike on all workers, a float for ``SHARE`` elements; the square
                     of their mean is that of the mean gradient, on average
+    peaks           of each block, how large a square is where there is a gradient at all, and what the squares' EMA
+                    is there: their ratio is how seldom an element has one
 
 Logarithms are ``codes``: next to the largest of their block, to within 1/16, over 32 octaves below it; what is smaller
 is 0.
@@ -23,12 +25,13 @@ from . import block_io as io
 from . import user_tensors as users
 from .codes import decode, decoded, encode, load_codes, store_codes
 from .eager import gather, load, only_live, square_sum, tiles
-from .jit import jit, tl
+from .jit import jit, rule, tl
 from .nouns import Codes, Counter, Floats, Indices, Places, Stored, Tensors
 from .op import op
 from .rules import LARGEST
 
-TOTAL, ALIVE, PROJECTED = 0, 1, 2  # rows of a server's sums by block
+TOTAL, ALIVE, PROJECTED, PEAK, MET = 0, 1, 2, 3, 4  # rows of a server's sums by block
+PEAKS = 2  # numbers that a worker tells of each block
 FOLDS = 11  # halvings of a block until one is left, and one more: of the largest
 
 
@@ -55,10 +58,17 @@ def store_sums(x, share, at, BLOCK_SIZE: tl.constexpr):
                 x = tl.sum(tl.reshape(x, [BLOCK_SIZE >> (fold + 1), 2]), axis=1)
 
 
+@rule
+def weighted(total, weight):
+    """Return a weighted mean, at most ``LARGEST``, which it also is where it is no number; 0 without weights."""
+    mean = total / tl.where(weight > 0, weight, 1.0)
+    return tl.where(mean <= LARGEST, mean, LARGEST)
+
+
 @jit()
 def tell_squares_kernel(
     grads_table, tensors, worker_sq, factor, updates, first_block, places, share, place, logs, projections,
-    projections_stride, blocks_per_chunk,
+    projections_stride, peaks, peaks_stride, blocks_per_chunk,
     GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: g, 4, 2 or 1 for the squares, 1 for the logarithm; 4 for a projection."""
@@ -76,6 +86,11 @@ def tell_squares_kernel(
     g = io.only_active(users.load(place_of, i, mask, row, GRADS), mask, row)
     if factor is not None:
         g = g * tl.load(factor)
+    wide = g.to(tl.float64) * g.to(tl.float64)
+    weight = tl.sum(wide)
+    at = peaks + chunk * peaks_stride + own
+    tl.store(at, weighted(tl.sum(wide * wide), weight).to(tl.float32))
+    tl.store(at + blocks_per_chunk, weighted(tl.sum(wide * squares.to(tl.float64)), weight).to(tl.float32))
     word = (first_block + b) * (BLOCK_SIZE // 32)
     lower = updates.to(tl.pointer_type(tl.int32), bitcast=True)  # of a number of 64 bits, little-endian
     seed = bit_rules.block_seed((word >> 32).to(tl.uint32), tl.load(lower).to(tl.uint32, bitcast=True))
@@ -86,13 +101,13 @@ def tell_squares_kernel(
 
 @op(
     tell_squares_kernel,
-    writes=("logs.numbers", "logs.exponents", "projections"),
+    writes=("logs.numbers", "logs.exponents", "projections", "peaks"),
     derive={"blocks_per_chunk": ("i32", lambda live_row, logs_numbers: len(live_row) // len(logs_numbers))},
 )
 def tell_squares(
     grads: Tensors, places: Places, worker_sq: Stored, factor: Annotated[Floats, "1"] | None, updates: Counter,
     first_block: int, share: Indices, place: Indices, logs: Annotated[Codes, "chunks=R elements=P/R blocks=B/R"],
-    projections: Annotated[Floats, "R projections"],
+    projections: Annotated[Floats, "R projections"], peaks: Annotated[Floats, "R 2 B/R"],
 ) -> None:  # fmt: skip
     """Write what a worker tells of its squares: their logarithms, and the sums of its gradient with random signs.
 
@@ -108,6 +123,7 @@ def tell_squares(
         share, place: See ``Projections``.
         logs: Written.
         projections: Written.
+        peaks: Written: of each block the mean of g^2, and below it that of ``worker_sq``, both weighted by g^2.
     """
     chunks, per_chunk = logs.exponents.shape
     for tile in tiles(places.sizes, chunks, places.block_size, updates.device, len(places.live_row)):
@@ -117,6 +133,9 @@ def tell_squares(
         encode(squares, places.rows(logs.numbers[tile.chunk])[own], logs.exponents[tile.chunk, own])
         g = only_live(gather(grads, tile, places.block_size), places, tile)
         g = g if factor is None else g * factor
+        wide = g.double().square()
+        for row, of in enumerate((wide, squares.double())):
+            peaks[tile.chunk, row, own] = weighted((wide * of).sum(1), wide.sum(1)).float()
         x = g * random_signs(updates, first_block + b.start, (len(g), places.block_size))
         for fold in range(places.block_size.bit_length()):
             rows = (share[b] == 1 << fold).nonzero().flatten()
@@ -140,8 +159,9 @@ def random_signs(updates: Tensor, first_block: int, shape: tuple[int, int]) -> T
 
 @jit()
 def average_squares_kernel(
-    arrived, arrived_projections, arrived_projections_stride, world_size, per_worker, live, live_row, share, place,
-    mean_numbers, mean_exponents, sums, sums_stride, BLOCK_SIZE: tl.constexpr,
+    arrived, arrived_projections, arrived_projections_stride, arrived_peaks, arrived_peaks_stride, world_size,
+    per_worker, blocks, live, live_row, share, place, mean_numbers, mean_exponents, sums, sums_stride,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of a chunk. Bytes per element: 1 for each worker's logarithm, 1 for the mean's."""
     b = tl.program_id(0).to(tl.int64)
@@ -153,12 +173,17 @@ def average_squares_kernel(
     at = arrived_projections + tl.load(place + b) + lane
     mean_sq = tl.zeros(i.shape, tl.float32)
     projected = tl.zeros([BLOCK_SIZE], tl.float32)
+    rows = tl.arange(0, 2)
+    peaks_at = arrived_peaks + rows * blocks + b
+    peaks = tl.zeros([2], tl.float32)
     for _ in range(world_size):
         mean_sq += load_codes(own, exponent_at, False) * per_worker
         projected += tl.load(at, mask=inside, other=0.0)
+        peaks += tl.load(peaks_at) * per_worker
         own += arrived.numbers_stride
         exponent_at += arrived.exponents_stride
         at += arrived_projections_stride
+        peaks_at += arrived_peaks_stride
     code, exponent = store_codes(mean_sq, mean_numbers + b * BLOCK_SIZE + i, mean_exponents + b, None, False, False)
     told = decoded(code, exponent, False)
     row = tl.load(live_row + b)
@@ -167,6 +192,7 @@ def average_squares_kernel(
     tl.store(sums + TOTAL * sums_stride + b, tl.minimum(io.total_of(told), LARGEST).to(tl.float32))
     tl.store(sums + ALIVE * sums_stride + b, io.count(told > 0).to(tl.float32))
     tl.store(sums + PROJECTED * sums_stride + b, io.total_of(wide * wide).to(tl.float32))
+    tl.store(sums + (PEAK + rows) * sums_stride + b, peaks)
 
 
 @op(
@@ -175,21 +201,23 @@ def average_squares_kernel(
     derive={
         "world_size": ("i32", lambda arrived_numbers: len(arrived_numbers)),
         "per_worker": ("fp32", lambda world_size: 1.0 / world_size),
+        "blocks": ("i32", lambda live_row: len(live_row)),
     },
 )
 def average_squares(
     places: Places, arrived: Annotated[Codes, "chunks=W elements=P blocks=B"],
-    arrived_projections: Annotated[Floats, "W projections"], share: Indices, place: Indices,
-    mean: Annotated[Codes, "chunks=1 elements=P blocks=B"], sums: Annotated[Floats, "3 B"],
+    arrived_projections: Annotated[Floats, "W projections"], arrived_peaks: Annotated[Floats, "W 2 B"],
+    share: Indices, place: Indices, mean: Annotated[Codes, "chunks=1 elements=P blocks=B"],
+    sums: Annotated[Floats, "5 B"],
 ) -> None:  # fmt: skip
     """Write the mean of what workers have told of a chunk, added in their order, and its sums.
 
     Args:
-        arrived, arrived_projections: As ``tell_squares`` writes them, a row for each worker.
+        arrived, arrived_projections, arrived_peaks: As ``tell_squares`` writes them, a row for each worker.
         places, share, place: Of the blocks of the chunk.
         mean: Written, one row.
-        sums: Written: the sum of the means as they were rounded, how many are above 0, and the
-            square of the mean gradient's projections, infinite or NaN where any worker's is.
+        sums: Written: the sum of the means as they were rounded, how many are above 0, the square of the mean
+            gradient's projections, infinite or NaN where any worker's is, and the means of both peaks.
     """
     per_worker, device = 1.0 / len(arrived.numbers), sums.device
     for tile in tiles((mean.numbers.numel(),), 1, places.block_size, device, len(places.live_row)):
@@ -209,3 +237,6 @@ def average_squares(
         for each in arrived_projections:
             projected += torch.where(inside, each[at], 0.0)
         sums[PROJECTED, b] = square_sum(projected * per_worker).float()
+        sums[PEAK:, b] = 0.0
+        for each in arrived_peaks:
+            sums[PEAK:, b] += each[:, b] * per_worker

@@ -178,9 +178,7 @@ class LiveTable(NamedTuple):
 
 
 def live_table(
-    layout: FlatLayout,
-    masks: Mapping[int, Tensor] | None = None,
-    excluded: Collection[int] = (),
+    layout: FlatLayout, masks: Mapping[int, Tensor] | None = None, excluded: Collection[int] = ()
 ) -> LiveTable:
     """Build the active mask.
 

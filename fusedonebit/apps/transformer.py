@@ -19,12 +19,7 @@ class Size(NamedTuple):
     heads: int
 
 
-SIZES = {
-    "tiny": Size(64, 2, 2),
-    "small": Size(128, 2, 4),
-    "medium": Size(384, 6, 6),
-    "large": Size(768, 12, 12),
-}
+SIZES = {"tiny": Size(64, 2, 2), "small": Size(128, 2, 4), "medium": Size(384, 6, 6), "large": Size(768, 12, 12)}
 
 
 class Block(nn.Module):

@@ -50,12 +50,9 @@ def ddp_averages(params: Sequence[Tensor]) -> bool:
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedDataParallel)}
     found = [each for each in objects if type(each) in kinds] if kinds else []
     # One whose construction has failed lacks some of this. Our hook averages too, where nobody is attached.
-    found = [ddp for ddp in found if all(map(_averages, getattr(ddp, "_comm_hooks", [(None, None)])))]
+    hooks = [(ddp, getattr(ddp, "_comm_hooks", [(None, None)])) for ddp in found]
+    found = [ddp for ddp, those in hooks if all(getattr(hook, "averages_as_ddp", False) for _, hook in those)]
     return any(id(p) in ours for ddp in found if ddp.process_group.size() > 1 for p in ddp.parameters())
-
-
-def _averages(hook: tuple[object, object]) -> bool:
-    return getattr(hook[1], "averages_as_ddp", False)
 
 
 def warn_of_averages() -> None:

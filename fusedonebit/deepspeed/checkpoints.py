@@ -87,9 +87,7 @@ class _Read:
 
 
 def load_deepspeed(
-    optimizer: torch.optim.Optimizer,
-    checkpoint: Mapping[str, Any] | str | Path,
-    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer, checkpoint: Mapping[str, Any] | str | Path, model: torch.nn.Module | None = None
 ) -> Taken:
     """Go on from a checkpoint of DeepSpeed's OneBitAdam, OneBitLamb or ZeroOneAdam; every rank calls it.
 

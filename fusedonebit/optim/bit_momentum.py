@@ -167,11 +167,7 @@ class BitMomentum(Part):
         return self.entered, self.mean_sq, self._summed, self.sent_scale
 
     def plain_state(self) -> dict[str, Any]:
-        return {
-            "floats": self.as_floats,
-            "entered": one_or_each(self.entered),
-            "summed": one_or_each(self._summed),
-        }
+        return {"floats": self.as_floats, "entered": one_or_each(self.entered), "summed": one_or_each(self._summed)}
 
     def resume(self, header: Mapping[str, Any]) -> None:
         of_each = self._frame.steps.of_each

@@ -43,12 +43,7 @@ class AutoFreeze:
         device: Where v lies.
     """
 
-    fields: ClassVar = {
-        "norms": list_of(AMOUNT),
-        "seen": COUNT,
-        "fired": FLAG,
-        "pending": list_of(list_of(INT)),
-    }
+    fields: ClassVar = {"norms": list_of(AMOUNT), "seen": COUNT, "fired": FLAG, "pending": list_of(list_of(INT))}
     """What its ``state_dict`` has."""
 
     def __init__(self, beta2: float, lr_warmup_steps: int, device: torch.device) -> None:
@@ -84,12 +79,7 @@ class AutoFreeze:
     def state_dict(self) -> dict[str, Any]:
         """Return plain values to resume from; waits for the device."""
         pending = [[value] for value in self._mirror.flush_pending()]
-        return {
-            "norms": self._norms.tolist(),
-            "seen": int(self._seen),
-            "fired": bool(self._fired),
-            "pending": pending,
-        }
+        return {"norms": self._norms.tolist(), "seen": int(self._seen), "fired": bool(self._fired), "pending": pending}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ValueError if ``state`` is of another beta2."""

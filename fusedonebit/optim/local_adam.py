@@ -70,10 +70,7 @@ class LocalAdam(Algorithm):
     """
 
     traits: ClassVar = Traits(
-        ZeroOneOptions,
-        {"uncompressed": True, "one-bit": True, "local": True},
-        shards=False,
-        masters_of_rank=True,
+        ZeroOneOptions, {"uncompressed": True, "one-bit": True, "local": True}, shards=False, masters_of_rank=True
     )
     options: ZeroOneOptions
     exchange: FeedbackExchange

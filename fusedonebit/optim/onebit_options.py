@@ -9,11 +9,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ..core.options import check_count, is_int, is_share
 from ..core.resolved import Options, names_of
 from ..core.settings import NUMERICS, VARIANCE_FLOOR, Faults, Freeze, Numerics, Wire
+from ..triton_kernels.renewal import UNSEEN
 
 Variance = Literal["shared", "frozen"]
-
-SHARED_FLOOR = 0.1
-"""Default of ``variance_floor`` where v is shared; see docs/numerics.md."""
 
 OVERLAPPED_BUCKETS = 4
 """Enough that three quarters can travel in the backward pass, few enough that messages stay large."""
@@ -74,9 +72,9 @@ class OneBitOptions(Options):
 
     @property
     def least_share(self) -> float:
-        """Return the share of its tensor's mean that v has at least in the compression stage."""
+        """Return the share of its tensor's mean that v has at least when the compression stage begins."""
         numerics = self.numerics
-        preconditioned = 0.0 if not numerics.precondition else SHARED_FLOOR if self.shares_variance else VARIANCE_FLOOR
+        preconditioned = 0.0 if not numerics.precondition else UNSEEN if self.shares_variance else VARIANCE_FLOOR
         return preconditioned if numerics.variance_floor is None else numerics.variance_floor
 
     def latest_freeze(self, beta2: float) -> int:

@@ -261,7 +261,8 @@ class SharedVariance(FrozenVariance):
         frame, reducer, options = self._frame, self._exchange.reducer, self._frame.options
         assert isinstance(options, OneBitOptions)
         coef, entered = frame.coefficients.last, self._warm_up.entered
-        shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, options.least_share
+        floor = options.numerics.variance_floor or 0.0
+        shared = *reducer.sums, coef, frame.steps.of_each, self._flags, self._absent, floor
         renew_levels(*shared, self.levels, self.mean_sq, entered, self._begun, self._factors, self._last)
         frame.coefficients.forget()
         v, kept = self._moments.preconditioner(options.numerics.eps_inside_sqrt), self._moments.room_for_means()

@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.frame import Frame
-from ..core.header import (
-    COUNT,
-    STEPS_OF_EACH,
-    TABLE,
-    Field,
-    Fields,
-    check_each,
-    each,
-    list_of,
-    one_or_each,
-    or_none,
-)
+from ..core.header import COUNT, STEPS_OF_EACH, TABLE, Field, Fields, check_each, each, list_of, one_or_each, or_none
 from ..core.part import Part
 from .freezing import AutoFreeze
 from .onebit_options import OneBitOptions

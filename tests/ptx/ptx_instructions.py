@@ -85,6 +85,7 @@ def _floats() -> Iterator[tuple[str, Instruction]]:
             yield f"setp.{name}u.{kind}", Instruction("pred", (kind, kind), f"a {operator} b || a != a || b != b")
         yield f"setp.num.{kind}", Instruction("pred", (kind, kind), "a == a && b == b")
         yield f"setp.nan.{kind}", Instruction("pred", (kind, kind), "a != a || b != b")
+    yield "abs.bf16x2", Instruction("u32", ("u32",), "a & 0x7fff7fff")
     yield "setp.ge.bf16x2", Instruction("preds", ("bf16x2", "bf16x2"), "{a.low >= b.low, a.high >= b.high}")
 
 

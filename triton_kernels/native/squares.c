@@ -2,7 +2,7 @@
 
 #include "codes.h"
 
-enum { TOTAL, ALIVE, PROJECTED };
+enum { TOTAL, ALIVE, PROJECTED, PEAK };
 
 /* Gives a block random signs: those of 32 elements are a hashed word. */
 static void sign(float *restrict x, uint64_t word, uint32_t seed, int64_t n)
@@ -26,6 +26,21 @@ static void store_sums(float *restrict sums, float *restrict x, int64_t share, i
         sums[i] = x[i] + 0.0f; /* no -0.0 */
 }
 
+/* Writes the means of g^2 and of the squares' EMA, weighted by g^2: how large both are where there is a gradient. */
+static void store_peaks(float *restrict peak, float *restrict met, const float *g, const float *squares, int64_t n)
+{
+    double weight = 0, of_peak = 0, of_met = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double square = (double)g[i] * g[i];
+        weight += square;
+        of_peak += square * square;
+        of_met += square * squares[i];
+    }
+    double by = weight > 0 ? weight : 1;
+    *peak = of_peak / by <= FLT_MAX ? of_peak / by : FLT_MAX; /* also of what is no number */
+    *met = of_met / by <= FLT_MAX ? of_met / by : FLT_MAX;
+}
+
 KERNEL(tell_squares)
 {
     float x[MOST], room[MOST];
@@ -38,6 +53,8 @@ KERNEL(tell_squares)
         load_user(x, at, live, live_row[b], BLOCK_SIZE);
         for (int64_t i = 0; factor && i < BLOCK_SIZE; i++)
             x[i] *= *factor;
+        float *peak = peaks + chunk * peaks_stride + own;
+        store_peaks(peak, peak + blocks_per_chunk, x, squares, BLOCK_SIZE);
         uint64_t word = (uint64_t)(first_block + b) * (BLOCK_SIZE / 32);
         sign(x, word, block_seed(word >> 32, *updates), BLOCK_SIZE);
         store_sums(projections + chunk * projections_stride + place[b], x, share[b], BLOCK_SIZE);
@@ -90,6 +107,12 @@ KERNEL(average_squares)
         sums[TOTAL * sums_stride + b] = fmin(sum_of(own, BLOCK_SIZE), FLT_MAX);
         sums[ALIVE * sums_stride + b] = alive;
         sums[PROJECTED * sums_stride + b] = square;
+        for (int row = 0; row < 2; row++) {
+            float peak = 0;
+            for (int64_t w = 0; w < world_size; w++)
+                peak += arrived_peaks[w * arrived_peaks_stride + row * blocks + b] * per_worker;
+            sums[(PEAK + row) * sums_stride + b] = peak;
+        }
     }
 }
 

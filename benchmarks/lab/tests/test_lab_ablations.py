@@ -25,7 +25,7 @@ def test_uncompressed_adam_has_living_variance_and_full_momentum(monkeypatch):
     monkeypatch.setattr(reference, "exchange", average)
     monkeypatch.setattr(formats, "_SQUARES", formats.Format(torch.float32))
     params = [Parameter(part.view(shape)) for part, shape in zip(model().split(SIZES), SHAPES, strict=True)]
-    options = objects(bias_correction=False, variance="shared", betas=(0.9, 0.99), eps=1e-8, **LIVING)
+    options = objects(bias_correction=False, variance="shared", betas=(0.9, 0.95), eps=1e-8, **LIVING)
     optimizer = LivingAdam(params, lr=1e-2, process_group=AlikeTransport(0, WORKERS), **options)
     workers = batch_workers(optimizer)
     for t, paper in enumerate(follow_living(reference, "living")):

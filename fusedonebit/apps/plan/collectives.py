@@ -102,12 +102,10 @@ class Cost:
 
 def all_reduce(nbytes: float, gpus: int, network: Network) -> Cost:
     """Return the cost of NCCL's all-reduce of ``nbytes`` on every GPU: the faster of its ring and its double tree."""
-    return min(_ring(nbytes, gpus, network), _tree(nbytes, gpus, network)) if gpus > 1 else Cost()
-
-
-def _ring(nbytes: float, gpus: int, network: Network) -> Cost:
-    """Return the cost of gathering twice, to reduce and to share: 2(n - 1) hops, started once."""
-    return Cost(-network.base) + 2 * all_gather(nbytes, gpus, network)
+    if gpus == 1:
+        return Cost()
+    ring = Cost(-network.base) + 2 * all_gather(nbytes, gpus, network)  # 2(n - 1) hops, started once
+    return min(ring, _tree(nbytes, gpus, network))
 
 
 def _tree(nbytes: float, gpus: int, network: Network) -> Cost:

@@ -17,10 +17,7 @@ TAIL = 20
 DATES = ("started", "resumed")
 MOST_GROUPS = 4
 """Of the parameter groups at most so many are compared."""
-LAYERS = {
-    "residual_over_momentum": (0.0, "residual over momentum by layer"),
-    "ratio": (1.0, "LAMB's ratio r by layer"),
-}
+LAYERS = {"residual_over_momentum": (0.0, "residual over momentum by layer"), "ratio": (1.0, "LAMB's ratio r by layer")}
 """What is told of layers: the value that says nothing, and a title."""
 
 

@@ -260,14 +260,10 @@ def _restore_others(state: Any, saved: Mapping[Any, Any], params: Mapping[Any, T
             state[key] = value
         elif isinstance(value, Mapping):
             p = params[key]
-            others = {name: _moved(entry, p) for name, entry in value.items() if name not in known}
-            if others:
-                state[p] = {**state.get(p, {}), **others}
-
-
-def _moved(value: Any, param: Tensor) -> Any:
-    # To the parameter's device as torch does, but of its own dtype.
-    return value.to(param.device) if isinstance(value, Tensor) else deepcopy(value)
+            others = {name: entry for name, entry in value.items() if name not in known}
+            if others:  # to the parameter's device as torch does, but of their own dtypes
+                moved = {k: e.to(p.device) if isinstance(e, Tensor) else deepcopy(e) for k, e in others.items()}
+                state[p] = {**state.get(p, {}), **moved}
 
 
 def _take_counts(frame: Frame, fields: Fields, states: Sequence[State], header: State, saved: Groups) -> State:
