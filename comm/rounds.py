@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..triton_kernels import Coef, FlatLayout, LiveTable, close_round, live_table, local_update, rules, unpack
 from ..triton_kernels.close_round import Received
-from ..triton_kernels.headers import Flag, Word, unfolded, union
+from ..triton_kernels.headers import Flag, Word, agreed_flags, unfolded, union
 from ..triton_kernels.local_update import ChunkHeaders, Chunks, LocalUpdate
 from ..triton_kernels.nouns import Digest, Places
 from ..triton_kernels.tables import tables_of
@@ -269,6 +269,9 @@ class RoundAllReduce(Reducer):
         assert context.coef is not None
         step: Tensor = rules.global_step(context.coef[self.places.block_tensor], context.steps, math.inf)[0]
         return step.view(-1)
+
+    def _is_taken(self, words: Tensor, own: Tensor, context: StepContext) -> Tensor:
+        return agreed_flags(words, own, context.hold) == 0
 
     def _gather_inside(self, some_missing: bool) -> None:
         """Gather what the parts of a node's other ranks have left."""

@@ -22,7 +22,6 @@ from ...comm.rounds import Prepare, RoundAllReduce
 from ...comm.transport import Transport
 from ...ring_topology import Hop, Stage, Topology, stages
 from ...triton_kernels import FlatLayout
-from ...triton_kernels.headers import agreed_flags
 from .elias import decode_fixed, decode_gamma, encode_fixed, encode_gamma, pack_bits, unpack_bits
 
 Coding = Literal["elias", "fixed"]
@@ -54,8 +53,7 @@ class HopBaseline(RoundAllReduce):
         words, own = self._gather_headers()
         update, kept = self._aggregate(self.compensation.whole, self._step_of(context))
         self.values = update * self.part.live(self.live).mask()
-        taken = agreed_flags(words, own, context.hold) == 0
-        self.compensation.whole.copy_(torch.where(taken, kept, self.compensation.whole))
+        self.compensation.whole.copy_(torch.where(self._is_taken(words, own, context), kept, self.compensation.whole))
         return words, own
 
     def _aggregate(self, v: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
