@@ -271,6 +271,7 @@ class RoundAllReduce(Reducer):
         return step.view(-1)
 
     def _is_taken(self, words: Tensor, own: Tensor, context: StepContext) -> Tensor:
+        """Tell whether ranks with these headers take the round, bool [1], before it is closed."""
         return agreed_flags(words, own, context.hold) == 0
 
     def _gather_inside(self, some_missing: bool) -> None:

@@ -158,9 +158,10 @@ class SharedSquares:
         """Write what is sent: arguments as of ``tell_squares``."""
         layout, projections = self._layout, self._projections
         assert looks.updates is not None
-        self.sent = Rows(layout, layout.world_size, projections.width + PEAKS * layout.blocks_per_chunk, self._device)
+        numbers = projections.width + PEAKS * layout.blocks_per_chunk
+        self.sent = sent = Rows(layout, layout.world_size, numbers, self._device)
         self._places = places.at(self._own)
-        sent, looked = self.sent, (grads, places, self.stored, looks.factor, looks.updates, first_block)
+        looked = grads, places, self.stored, looks.factor, looks.updates, first_block
         tell_squares(*looked, projections.share, projections.place, sent.codes, sent.projections, sent.peaks)
 
     def average(self, arrived: Rows) -> None:

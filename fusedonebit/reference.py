@@ -119,17 +119,17 @@ def renew(s: LivingState, g: Tensor, r: Tensor, since: int, shares: Sequence[int
     s.level, s.weight = b * s.level + (1 - b) * projected(s.layers, g, r, shares), b * s.weight + 1 - b
     mean = logarithm(logarithm(s.s).mean(0))                         # sent to servers, and back
     level = [s.level[k] / s.weight / mean[l].sum() for k, l in enumerate(s.layers)]
-    least = [max(floor, min(1.0, float(least_share(g[:, l], s.s[:, l], beta2, block) / s.weight))) for l in s.layers]
+    least = [max(floor, least_share(g[:, l], s.s[:, l], (1 - beta2) / s.weight, block)) for l in s.layers]
     v = torch.cat([floored(level[k] * mean[l], least[k]) for k, l in enumerate(s.layers)])
     unit = (s.v.sqrt() + eta) / (v.sqrt() + eta)
     s.v, s.m, s.worker_error, s.server_error = v, unit * s.m, unit * s.worker_error, unit * s.server_error
 
 
-def least_share(g: Tensor, s: Tensor, beta2: float, block: int) -> Tensor:
-    """What one gradient of the usual size makes of Adam's v, of an element that has had none: (1 - beta2) g^2."""
+def least_share(g: Tensor, s: Tensor, entering: float, block: int) -> float:
+    """What one gradient of the usual size makes of Adam's v, of an element that has had none: ``entering`` g^2."""
     q, s = ((x if len(x[0]) < block else x.unflatten(1, (-1, block))) for x in (g**2, s))
-    peak, met = ((q * x).sum(-1) / q.sum(-1) for x in (q, s))            # where there is a gradient
-    return (1 - beta2) * peak.sum() / met.sum()
+    peak, met = (((q * x).sum(-1) / q.sum(-1)).nan_to_num() for x in (q, s))   # 0 of a block without a gradient
+    return min(1.0, entering * float(peak.sum() / met.sum())) if met.any() else 0.125
 
 
 def projected(layers: Sequence[slice], g: Tensor, r: Tensor, shares: Sequence[int]) -> Tensor:

@@ -203,11 +203,14 @@ def test_ranks_over_gloo_know_the_same_mean_of_squares():
     check_average(run_ranks(averaged_over_gloo, 2))
 
 
-@pytest.mark.parametrize(("often", "least", "most"), [(1.0, 0.02, 0.04), (0.1, 0.2, 0.4), (0.01, 2.0, 4.0)])
+@pytest.mark.parametrize(
+    ("often", "least", "most"), [(1.0, 0.02, 0.04), (0.1, 0.2, 0.4), (0.01, 1, 1), (0.0, 1 / 8, 1 / 8)]
+)
 def test_the_rarer_gradients_are_the_more_of_its_mean_has_v(often, least, most):
     """A Gaussian's fourth moment is 3: one of usual size adds 3 (1 - beta2) / often of the mean to Adam's v."""
     generator = torch.Generator().manual_seed(1)
     g = torch.randn(2, 8192, generator=generator) * (torch.rand(2, 8192, generator=generator) < often)
-    share = float(reference.least_share(g, torch.full_like(g, often), 0.99, 4096))
+    g[1, :4096] = 0  # a worker without a gradient in a block tells nothing of it
+    share = reference.least_share(g, torch.full_like(g, often), 0.01, 4096)
     print(f"gradients in {often:g} of the steps: at least {share:.2f} of the mean ({least:g} to {most:g})")
     assert least <= share <= most

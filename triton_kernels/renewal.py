@@ -70,8 +70,9 @@ def least_share(peak, met, beta2, weight, seen):
     An element that seldom has one keeps a small v in the step in which Adam's grows by (1 - beta2) g^2, over the
     ``weight`` of all. That is this share, if g^2 over the squares' EMA (``peak`` / ``met``) is the mean's, too.
     """
-    share = (1.0 - beta2) * peak / tl.where((met > 0) & (weight > 0), met * weight, 1.0)
-    return tl.where(seen & (met > 0) & (weight > 0) & (share >= 0), tl.where(share < 1.0, share, 1.0), UNSEEN)
+    entering, all_there = (1.0 - beta2) * peak, met * weight
+    share = entering / tl.where(entering < all_there, all_there, entering)  # at most 1
+    return tl.where(seen & (met > 0), share, UNSEEN)
 
 
 @rule
@@ -86,16 +87,21 @@ def factors_of(level, total, alive, share, floor):
 
 
 @jit()
-def _sum_of_blocks(sums, row: tl.constexpr, sums_stride, begin, end, blocks_per_chunk):
-    """Sum a row of what servers have told over blocks ``begin:end``, in order, float64."""
+def _sums_of_blocks(sums, sums_stride, begin, end, blocks_per_chunk):
+    """Sum each row of what servers have told over blocks ``begin:end``, in order, float64."""
     lane = tl.arange(0, io.SUM_LANES)
     total = tl.zeros([io.SUM_LANES], tl.float64)
+    alive, square, peak, met = total, total, total, total
     for first in range(begin, end, io.SUM_LANES):
         b = (first + lane).to(tl.int64)
         chunk = b // blocks_per_chunk
-        at = chunk * sums_stride + row * blocks_per_chunk + (b - chunk * blocks_per_chunk)
-        total += tl.load(sums + at, mask=b < end, other=0.0).to(tl.float64)
-    return io.tree_sum(total)
+        at, inside = sums + chunk * sums_stride + (b - chunk * blocks_per_chunk), b < end
+        total += tl.load(at + TOTAL * blocks_per_chunk, mask=inside, other=0.0).to(tl.float64)
+        alive += tl.load(at + ALIVE * blocks_per_chunk, mask=inside, other=0.0).to(tl.float64)
+        square += tl.load(at + PROJECTED * blocks_per_chunk, mask=inside, other=0.0).to(tl.float64)
+        peak += tl.load(at + PEAK * blocks_per_chunk, mask=inside, other=0.0).to(tl.float64)
+        met += tl.load(at + MET * blocks_per_chunk, mask=inside, other=0.0).to(tl.float64)
+    return io.tree_sum(total), io.tree_sum(alive), io.tree_sum(square), io.tree_sum(peak), io.tree_sum(met)
 
 
 @jit()
@@ -106,11 +112,7 @@ def renew_levels_kernel(
     """Grid: tensors. Bytes per block: 20."""
     t = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(first_block + t), tl.load(first_block + t + 1)
-    total = _sum_of_blocks(sums, TOTAL, sums_stride, begin, end, blocks_per_chunk)
-    alive = _sum_of_blocks(sums, ALIVE, sums_stride, begin, end, blocks_per_chunk)
-    square = _sum_of_blocks(sums, PROJECTED, sums_stride, begin, end, blocks_per_chunk)
-    peak = _sum_of_blocks(sums, PEAK, sums_stride, begin, end, blocks_per_chunk)
-    met = _sum_of_blocks(sums, MET, sums_stride, begin, end, blocks_per_chunk)
+    total, alive, square, peak, met = _sums_of_blocks(sums, sums_stride, begin, end, blocks_per_chunk)
     level = tl.load(levels + LEVEL * levels_stride + t).to(tl.float64)
     weight = tl.load(levels + WEIGHT * levels_stride + t).to(tl.float64)
     done = tl.load(steps + t)
@@ -188,11 +190,9 @@ def renew_levels(
             alone: with this each v is a function of ``factors`` and of mean squares, and of nothing else.
         last: Written: what ``factors`` were.
     """
-    rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double()
+    rows = sums.transpose(0, 1).reshape(SUMS, -1)[:, : int(first_block[-1])].double().T.contiguous()
     lengths = first_block.diff().long()
-    total, alive, square, peak, met = torch.segment_reduce(
-        rows.T.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0.0
-    ).T
+    total, alive, square, peak, met = torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0.0).T
     level, weight, _, followed, held = levels.double()
     taken = ((flags & ~int(VETO)) == 0) & (square.abs() <= LARGEST)
     if absent is not None:

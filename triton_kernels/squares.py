@@ -237,6 +237,4 @@ def average_squares(
         for each in arrived_projections:
             projected += torch.where(inside, each[at], 0.0)
         sums[PROJECTED, b] = square_sum(projected * per_worker).float()
-        sums[PEAK:, b] = 0.0
-        for each in arrived_peaks:
-            sums[PEAK:, b] += each[:, b] * per_worker
+        sums[PEAK:, b] = sum(each[:, b] * per_worker for each in arrived_peaks)

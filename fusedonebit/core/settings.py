@@ -79,9 +79,9 @@ class Numerics:
             reproduce, bit for bit, runs of a program that does so on a single rank. It costs five device operations a
             step, and 4 bytes per parameter. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.
         variance_floor: Lower bound of v after the warm-up, as a fraction, in [0, 1), of its tensor's mean v. None: 0.01
-            with a frozen v, 0 for ``OneBitAdam`` with ``precondition=False``. With a shared v renewals find one by
-            themselves, from how rare gradients are; None adds none. Raise it if updates become too long for elements
-            whose gradients were small in the warm-up, or seldom come. ``ZeroOneAdam`` with a
+            with a frozen v, 0 with ``precondition=False``. Of a shared v each renewal finds one, from how rare
+            gradients are, of which this is a lower bound; None: 1/8 until the first. Raise it if updates become too
+            long for elements whose gradients were small in the warm-up, or seldom come. ``ZeroOneAdam`` with a
             ``variance_policy`` adds it instead, in compressed rounds: sqrt(v + floor * mean v) + eps; None is 0.001.
             Rounds that renew v divide as Adam does; until a tensor has had a gradient in one, only weight decay moves
             it. With a ``sync_policy`` alone it must be 0 or None. For ``OneBitAdam``, ``OneBitLamb``, ``ZeroOneAdam``.

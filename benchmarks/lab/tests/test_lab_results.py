@@ -162,6 +162,16 @@ def test_no_task_but_one_is_far_from_adamw(workers):
     assert found["modadd"].mean <= 0.35
 
 
+@pytest.mark.parametrize("optimizer", ["onebit-adam-living", "zero-one-adam-shared"])
+def test_policies_end_as_with_adamw(optimizer):
+    """One floor of all tensors under v, a tenth of their means, made them 5 % worse."""
+    d = difference(RECORDS, View(parents=True), "policies", optimizer)
+    assert d is not None
+    assert d.seeds >= 5
+    print(f"{optimizer}: 16 policies at once end {d} worse (at most 1 %)")
+    assert d.mean <= 1.0
+
+
 def test_a_living_variance_sends_little_over_a_whole_run():
     """In the lab, whose messages are short, and as large models' are."""
     message = Messages.size(BERT.scale_slots("block")[1], BERT) * 2 * BERT.world_size / BERT.real_numel

@@ -260,9 +260,9 @@ def _restore_others(state: Any, saved: Mapping[Any, Any], params: Mapping[Any, T
             state[key] = value
         elif isinstance(value, Mapping):
             p = params[key]
-            others = {name: entry for name, entry in value.items() if name not in known}
+            others = [(name, entry) for name, entry in value.items() if name not in known]
             if others:  # to the parameter's device as torch does, but of their own dtypes
-                moved = {k: e.to(p.device) if isinstance(e, Tensor) else deepcopy(e) for k, e in others.items()}
+                moved = {name: x.to(p.device) if isinstance(x, Tensor) else deepcopy(x) for name, x in others}
                 state[p] = {**state.get(p, {}), **moved}
 
 
