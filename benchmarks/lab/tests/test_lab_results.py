@@ -167,7 +167,7 @@ def test_policies_end_as_with_adamw(optimizer):
     """One floor of all tensors under v, a tenth of their means, made them 5 % worse."""
     d = difference(RECORDS, View(parents=True), "policies", optimizer)
     assert d is not None
-    assert d.seeds >= 5
+    assert d.seeds - d.diverged >= 5
     print(f"{optimizer}: 16 policies at once end {d} worse (at most 1 %)")
     assert d.mean <= 1.0
 
