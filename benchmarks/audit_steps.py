@@ -13,7 +13,6 @@ ALONE_STEP = ("momentum_compress, preconditioned, in place", "finish_alone", "ap
 HALF_ALONE_STEP = ("momentum_compress, preconditioned, bf16 variance, in place", *ALONE_STEP[1:])
 LIVING_STEP = ("momentum_compress, preconditioned, living", *GUARDED_STEP[1:])
 LIVING_LAMB_STEP = (*LIVING_STEP[:-1], "lamb_follow", "apply_momentum, preconditioned, tells squares")
-HALF_LIVING_STEP = ("momentum_compress, preconditioned, bf16 variance, living", *GUARDED_STEP[1:])
 HALF_STEP = ("momentum_compress, preconditioned, bf16 variance", *GUARDED_STEP[1:])
 NARROW_STEP = ("momentum_compress, state in bf16", *GUARDED_STEP[1:])
 NARROW_LIVING_STEP = ("momentum_compress, state in bf16, living", *GUARDED_STEP[1:])
@@ -103,11 +102,7 @@ STEPS = {
     ),
     "1-bit Adam, alone, preconditioned, bf16 variance": Step(HALF_ALONE_STEP, 22.6, served=()),
     "1-bit Adam, living": Step(LIVING_STEP, 25.75),
-    "1-bit Adam, living, bf16 variance": Step(HALF_LIVING_STEP, 26.75),
     "1-bit Adam, living, mean over 50 steps": with_renewal("renew", LIVING_STEP, 26.4),
-    "1-bit Adam, living, bf16 variance, mean over 50 steps": with_renewal(
-        "renew, bf16 variance", HALF_LIVING_STEP, 27.5
-    ),
     "1-bit Adam, state in bf16": Step(NARROW_STEP, 18.7, served=("server_reduce in bf16", "finish")),
     "1-bit Adam, state in bf16, living, mean over 50 steps": with_renewal(
         "renew, state in bf16", NARROW_LIVING_STEP, 23.4, "server_reduce in bf16", "renew, server, state in bf16"

@@ -20,7 +20,7 @@ FROZEN = "adam-frozen"
 """Adam with a variance that is frozen, communicating in full precision."""
 VOTES = ("onebit-lion", "marsit-adam")
 """Ours whose ranks vote on signs: simulated one by one, they take longer, and are recorded at 4 workers alone."""
-LIVING = ("onebit-adam-living", "onebit-adam-living-0", "onebit-adam-living-bf16")
+LIVING = ("onebit-adam-living", "onebit-adam-living-0")
 """1-bit Adam with a variance that lives, at AdamW's rates: after a warm-up of 5 %, of one step, and in bfloat16."""
 LAMB = ("lamb", "onebit-lamb-living", "onebit-lamb")
 """LAMB, and 1-bit LAMB with a variance that lives, or is frozen, at LAMB's rates."""

@@ -61,6 +61,7 @@ def make(*shapes: tuple[int, ...]) -> list[Parameter]:
             {"precondition": False, "variance_floor": 0.1, "dead_coordinates": "keep"},
             r'dead_coordinates must be "mean" where v has a floor, got "keep"; or pass Numerics\(variance_floor=0\)',
         ),
+        ({"frozen_dtype": torch.bfloat16, "variance": "shared"}, r"takes a byte\), got torch.bfloat16"),
         ({"variance_floor": 1.0}, r"variance_floor must be a number in \[0, 1\), or None, got 1.0"),
         ({"variance_floor": "low"}, r"variance_floor must be a number in \[0, 1\), or None, got 'low'"),
         ({"rewarm_steps": 2.5}, "rewarm_steps must be an int >= 0, got 2.5"),
@@ -287,7 +288,7 @@ def test_a_group_can_not_be_added_after_the_freeze(name):
     for _ in range(2):
         p.grad = torch.ones(3)
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"add_param_group must be called before the freeze.*construct a new"):
+    with pytest.raises(RuntimeError, match=r"add_param_group must be called in the warm-up.*construct a new"):
         optimizer.add_param_group({"params": [q]})
     assert len(optimizer.param_groups) == 1
 

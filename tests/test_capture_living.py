@@ -30,7 +30,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5},
     "loss scaled": {},
     "a head without gradients": {},
-    "bfloat16": {"frozen_dtype": torch.bfloat16},
     "state in bfloat16": {"state": "bf16"},
     "state in codes": {"state": "8bit"},
     "two levels": {},

@@ -161,15 +161,6 @@ def largest_allocation(call) -> int:
     return max(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_living_bfloat16_variance_costs_what_frozen_float32_does(world_size):
-    options = {"frozen_dtype": torch.bfloat16}
-    for state, *_ in run_ranks(kept_bytes, world_size, "onebit-adam-living", options):
-        print(f"W={world_size}: state bytes per parameter: {state:.3f} (limit 8.2 + 4/W)")
-        assert 7.9 < state - 4 / world_size <= 8.2
-
-
 @pytest.mark.long(full=True)
 @EACH_ONEBIT
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -317,7 +317,6 @@ def test_a_deleted_optimizer_leaves_no_hook_and_no_thread():
         ({"capturable": True}, "capturable must be False with Wire(overlap=True)"),
         ({"buckets": 0}, "buckets must be an int from 1 to 65,536, or None, got 0"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
-        ({"overlap": "always"}, 'overlap must be True or False, got "always": with Wire(overlap=True) each step'),
     ],
 )
 def test_what_overlap_can_not_do_is_refused(options, text):

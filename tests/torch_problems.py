@@ -125,7 +125,7 @@ def inputs(kind: type, options: dict[str, Any], dtype: torch.dtype | None) -> li
         found.append(("no bias correction", {"bias_correction": False}))
     if kind is OneBitAdam:
         found.append(("overlap", {"overlap": True}))
-        found.append(("half a variance", {"frozen_dtype": torch.bfloat16}))
+        found.append(("half a variance", {"freeze_step": 3, "frozen_dtype": torch.bfloat16}))
     if kind is OneBitLion:
         found.append(("mean", {"aggregation": "mean"}))
     made = machinery().OptimizerInput

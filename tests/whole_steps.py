@@ -220,12 +220,11 @@ def with_options(case: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
 
 OF_ADAM: dict[str, dict[str, Any]] = {
     "living": {"options": LIVING, "steps": 8},
-    "living, bf16 variance, W = 1": {"options": LIVING | {"frozen_dtype": BFLOAT16}, "world_size": 1},
     **{
         f"living, {what}": with_options((OF_ALL | COMPRESSING | TWO_STAGES)[what], LIVING)
         for what in (
             *("W = 1", "bf16", "fp16", "mixed dtypes", "unaligned", "clipped", "a GradScaler", "absent gradients"),
-            *("bf16 variance", "no precondition", "ternary", "eps inside", "buckets", "blocks of 128"),
+            *("no precondition", "ternary", "eps inside", "buckets", "blocks of 128"),
         )
     },
 }

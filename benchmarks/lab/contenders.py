@@ -155,7 +155,6 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-adam": of_adam(_onebit_adam),
     "onebit-adam-living": of_adam(partial(_living, warmup=0.05)),
     "onebit-adam-living-0": of_adam(partial(_living, warmup=0.0)),
-    "onebit-adam-living-bf16": of_adam(partial(_living, warmup=0.05, numerics=Numerics(frozen_dtype=torch.bfloat16))),
     "zero-one-adam": of_adam(_zero_one_adam, local=True),
     "zero-one-adam-shared": of_adam(lambda params, of: _ours(params, of, ZeroOneAdam)),
     "zero-one-adam-own": of_adam(_own_variance, local=True),

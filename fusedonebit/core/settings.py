@@ -43,8 +43,9 @@ class Numerics:
     """What an optimizer compresses, how it treats the variance, and in which formats it stores state.
 
     Options come in the order compression, variance, storage format, others. Each ends with the optimizers that have it,
-    if not all do; the others raise ValueError unless it has its default. None stands for the optimizer's own default.
-    Pass the same values on all ranks, or all raise ValueError. docs/numerics.md has measurements.
+    if not all do; the others raise ValueError unless it has its default. ``ZeroOneAdam`` without policies has what
+    ``OneBitAdam`` has, and stands here for that with policies. None stands for the optimizer's own default. Pass the
+    same values on all ranks, or all raise ValueError. docs/numerics.md has measurements.
 
     m is the momentum, v the variance (``exp_avg_sq``), and the update is Adam's, m/(sqrt(v) + eps). ``OneBitAdam`` and
     ``OneBitLamb`` begin with an uncompressed *warm-up*; then the *compression stage* follows. In it v is *shared* by
@@ -97,12 +98,9 @@ class Numerics:
         eps_inside_sqrt: Divide by sqrt(v + eps) instead of sqrt(v) + eps; in ``OneBitAdam`` only in the compression
             stage. Default: False. Use it to follow equation (2) of LAMB as printed, or of Tarasov & Ershov. For
             ``OneBitAdam``, ``OneBitLamb``, ``Lamb``.
-        frozen_dtype: Dtype of v in the compression stage: ``torch.float32`` (default) or ``torch.bfloat16``. Use
-            bfloat16 to save 2 bytes per parameter of memory, and of reads per step. With a shared v it saves 4, and 6
-            of reads and writes: each rank's average of its own squared gradients is bfloat16 too, rounded
-            stochastically. sqrt(v) is off by up to 0.2 %, alike on all ranks. The stage allocates 2 bytes per parameter
-            when it begins, then frees 4. A ``state`` other than ``"fp32"`` overrides it. For ``OneBitAdam``,
-            ``OneBitLamb``.
+        frozen_dtype: Dtype of v in the compression stage: ``torch.float32`` (default) or, of a frozen v,
+            ``torch.bfloat16``. Use bfloat16 to save 2 bytes per parameter of memory, and of reads per step; sqrt(v) is
+            off by up to 0.2 %. A ``state`` other than ``"fp32"`` overrides it. For ``OneBitAdam``, ``OneBitLamb``.
         master_weights: Add updates to float32 master weights, whose rounded values are the bfloat16 or float16
             parameters. Without them, updates below half a unit in the last place are lost. False (default): none. True:
             a float32 copy, 4 bytes per parameter. It follows what you write into parameters, unless through ``p.data``,
@@ -117,13 +115,13 @@ class Numerics:
             resumed runs agree. Float32 parameters are not rounded. Refused with float16 parameters, without bfloat16
             ones, and with several local steps. For all but ``ZeroOneAdam``.
         state: Format of moments, residuals and averages of squares: ``"fp32"`` (default), ``"bf16"`` or ``"8bit"``. Use
-            ``"bf16"`` for half, ``"8bit"`` for a quarter of their memory, reads and writes. Both round stochastically,
-            by the number of updates and the element alone. 8-bit values are floats with three mantissa bits and an
-            exponent shared by their block (``Wire(block_size=...)``): from its largest value down to 2^-32 of it, 2^-16
-            if signed. An element with gradients below 1e-4 of its block's largest then hardly moves, and an outlier 1e7
-            times the others stops its block: set ``max_grad_norm``. ``"8bit"`` needs ``precondition`` for
-            ``OneBitAdam``. Checkpoints have float32; saving one rounds ``OneBitAdam``'s residuals once more. For
-            ``AdamW``, ``Lamb``, ``OneBitAdam``.
+            ``"bf16"`` for half, ``"8bit"`` for a quarter of AdamW's memory, reads and writes (of ``OneBitAdam``'s
+            default at 8 ranks 0.8 and 0.4). Both round stochastically, by the number of updates and the element alone.
+            8-bit values are floats with three mantissa bits and an exponent shared by their block
+            (``Wire(block_size=...)``): from its largest value down to 2^-32 of it, 2^-16 if signed. An element with
+            gradients below 1e-4 of its block's largest then hardly moves, and an outlier 1e7 times the others stops its
+            block: set ``max_grad_norm``. ``"8bit"`` needs ``precondition`` for ``OneBitAdam``. Checkpoints have
+            float32; saving one rounds ``OneBitAdam``'s residuals once more. For ``AdamW``, ``Lamb``, ``OneBitAdam``.
         maximize: Maximize the objective, as in torch. Default: False. Groups may set it.
         mask: Which elements may move: a mapping from parameters to bool tensors of their shape (of a DTensor's shard),
             equal on all ranks. Elements with False never move, and count in no norm. Default: None. Parameters left out

@@ -106,5 +106,5 @@ class OneBitAdam(DistributedOptimizer):
         return self.algorithm.compression.exchange.reducer.paused()
 
     def worker_error(self, param: Tensor) -> Tensor:
-        """Return this rank's residual e of one parameter, in units of the momentum, float32 of its shape."""
+        """Return this rank's residual e of one parameter, in units of the momentum; rounds a narrow ``state``."""
         return self.algorithm.worker_error(param)

@@ -104,10 +104,8 @@ class OneBitOptions(Options):
         if str(self.variance) == "own":
             raise ValueError(
                 'variance must be one of "shared", "frozen", got "own": momentum that workers share would be divided '
-                "by each one's own variance; ZeroOneAdam(params, lr), whose momenta are their own too, has that"
+                "by each one's own variance; for moments of their own, ZeroOneAdam(sync_policy=policies.EveryStep())"
             )
-        if str(self.wire.overlap) == "always":
-            raise ValueError('overlap must be True or False, got "always": with Wire(overlap=True) each step overlaps')
         super().check()
         self._check_freeze()
         self._check_warmup()
@@ -117,6 +115,10 @@ class OneBitOptions(Options):
             raise ValueError(
                 'state must be "fp32" or "bf16" with Numerics(precondition=False), got "8bit": updates would be '
                 "divided by a variance of three bits of mantissa, whose errors no residual makes good"
+            )
+        if numerics.frozen_dtype.itemsize == 2 and self.shares_variance:
+            raise ValueError(
+                'frozen_dtype must be torch.float32 (variance="shared" takes a byte), got torch.bfloat16; leave it out'
             )
         if numerics.dead_coordinates == "keep" and self.shares_variance:
             raise ValueError(

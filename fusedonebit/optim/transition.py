@@ -179,10 +179,10 @@ class Transition(Part):
             # What is missing did not exist when it was written.
             was = header["settled"].get(name, _BEFORE.get(name, False))
             if was != now:
-                way_out = f'; pass variance="{was}", or warm_start' if name == "variance" else ""
+                way_out = f'pass variance="{was}", or warm_start' if name == "variance" else "pass the Numerics it had"
                 raise ValueError(
                     f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
-                    f"changed before the freeze{way_out}"
+                    f"changed in the warm-up; {way_out}"
                 )
 
     def resume(self, header: Mapping[str, Any]) -> None:

@@ -76,8 +76,7 @@ class TwoStage(Algorithm):
     def check_growth(self) -> None:
         if self.compression.running:
             raise RuntimeError(
-                "add_param_group must be called before the freeze: the layout is fixed in the compression stage; "
-                "construct a new optimizer"
+                "add_param_group must be called in the warm-up: the layout is fixed later; construct a new optimizer"
             )
         # New parameters' variance would have to be corrected as well.
         if self.warm_up.any_corrected:

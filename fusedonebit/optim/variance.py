@@ -1,7 +1,7 @@
 """The variance of a compression stage: frozen, or shared, that is renewed for some hundredths of a byte per step.
 
 1-bit Adam freezes v because no rank knows the mean gradient any more, whose squares v averages. But each of the W
-workers knows its own gradient g_w, and two numbers made of it are enough to renew v while momentum travels as bits
+workers knows its own gradient g_w, and three numbers made of it are enough to renew v while momentum travels as bits
 (docs/numerics.md, "A shared variance"):
 
     shape    s_w, the moving average of g_w^2, sent as logarithms of 8 bits. The workers' mean of s_w has the shape of
@@ -292,7 +292,7 @@ class SharedVariance(FrozenVariance):
     # ---------------------------------------------------------------- a part of an algorithm
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
-        return (StateTensor("variance_level", "tensor", self.levels),) if compressed else ()
+        return (StateTensor("variance_level", "tensor", self.levels, not_negative=True),) if compressed else ()
 
     def held(self) -> Sequence[Tensor]:
         return self.levels, self.mean_sq, self._begun, self._factors, self.numels
