@@ -243,7 +243,7 @@ def a_checkpoint_that_is_not_there() -> None:
     dcp.load(*made(), "nowhere")
 
 
-@alone(r"add_param_group must be called before the freeze")
+@alone(r"add_param_group must be called in the warm-up")
 def a_group_added_after_the_warmup() -> None:
     model = net()
     optimizer = OneBitAdam(model[0].parameters(), freeze_step=1)

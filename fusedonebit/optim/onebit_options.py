@@ -116,7 +116,7 @@ class OneBitOptions(Options):
                 'state must be "fp32" or "bf16" with Numerics(precondition=False), got "8bit": updates would be '
                 "divided by a variance of three bits of mantissa, whose errors no residual makes good"
             )
-        if numerics.frozen_dtype.itemsize == 2 and self.shares_variance:
+        if numerics.frozen_dtype.itemsize == 2 and numerics.state == "fp32" and self.shares_variance:
             raise ValueError(
                 'frozen_dtype must be torch.float32 (variance="shared" takes a byte), got torch.bfloat16; leave it out'
             )

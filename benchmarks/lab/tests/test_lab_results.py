@@ -82,11 +82,11 @@ def test_the_lab_tells_what_a_frozen_variance_costs(workers):
 
 
 CLAIMS = [
-    # A living variance, of which few tasks tell 1 %; one task is aimed at. The VAE is 1.05 ± 0.53 % worse.
-    ("onebit-adam-living", View(4, parents=True), 1.0, 0.05, 10, {"gan", "modadd", "vae"}),
-    ("onebit-adam-living", View(16, parents=True), 1.0, 0.05, 10, 5),
+    # A living variance, of which few tasks tell 1 %; one task is aimed at.
+    ("onebit-adam-living", View(4, parents=True), 1.0, 0.05, 10, {"gan", "modadd"}),
+    ("onebit-adam-living", View(16, parents=True), 1.0, 0.05, 10, 4),
     # At twice the rate none is aimed at; on one of these tasks a seed diverges.
-    ("onebit-adam-living", View(4, parents=True, by=2.0), 5.0, 0.25, 10, {"gan", "fit", "recsys", "policy"}),
+    ("onebit-adam-living", View(4, parents=True, by=2.0), 5.0, 0.25, 10, {"gan", "fit", "policy"}),
     # After one step of warm-up; 3 are aimed at.
     ("onebit-adam-living-0", View(4, parents=True), 3.0, 0.15, 3, 5),
     # Moments in fewer bits; 2 are aimed at. On the GAN and on vgg seeds differ by four times the limit.
@@ -115,11 +115,9 @@ def test_no_more_tasks_are_worse_than_recorded(optimizer, view, percent, decades
         assert worse <= allowed
 
 
-NARROW = {"onebit-adam-state-bf16": (3, 0), "onebit-adam-state-8bit": (1, 0)}
+NARROW = {"onebit-adam-state-bf16": (2, 0), "onebit-adam-state-8bit": (5, 2)}
 """Tasks on which state in fewer bits is worse than in float32 by more than 0.5 %, or 0.05 dec: as many as are recorded;
 and those of which that is more than two standard errors."""
-BETTER = {"gan", "recsys"}
-"""Where the default has become better since these were made, as v is renewed more often: they say nothing of state."""
 
 
 def paired(view: View, task: str, ours: str, theirs: str) -> tuple[float, float]:
@@ -135,7 +133,7 @@ def paired(view: View, task: str, ours: str, theirs: str) -> tuple[float, float]
 @pytest.mark.parametrize("name", NARROW)
 def test_residuals_in_fewer_bits_cost_little_beside_seeds(name):
     worse, plain = [], []
-    for task in (task for task in FIRST if task not in BETTER):
+    for task in FIRST:
         mean, error = paired(View(4, parents=True), task, name, "onebit-adam-living")
         limit = 0.05 if TASKS[task].noiseless else 0.5
         print(f"{name}, {task}: {mean:+.2f} ± {error:.2f} of the same with state in float32")
@@ -154,8 +152,12 @@ def beyond(d: Difference, percent: float, decades: float) -> bool:
 
 @pytest.mark.parametrize("workers", SEEDS)
 def test_no_task_but_one_is_far_from_adamw(workers):
-    """That one is modular addition, for which 0.15 decades were aimed at; a module that comes late may cost 10 %."""
-    found = {t: difference(RECORDS, View(workers, parents=True), t, "onebit-adam-living") for t in FIRST if t != "gan"}
+    """That one is modular addition, for which 0.15 decades were aimed at; a module that comes late may cost 10 %.
+
+    But for the GAN and the policy, whose seeds differ by more than that; many of each stand for them elsewhere.
+    """
+    tasks, view = (task for task in FIRST if task not in ("gan", "policy")), View(workers, parents=True)
+    found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in tasks}
     far = {task: str(d) for task, d in found.items() if beyond(d, 10.0 if task == "late" else 3.0, 0.15)}
     print(f"{workers} workers: beyond 3 % (10 % where a module comes late) or 0.15 dec (none aimed at): {far}")
     assert set(far) <= {"modadd"}
@@ -281,6 +283,19 @@ def test_pages_say_how_zero_one_adam_ends_where_data_differ():
     for page in (ROOT / "README.md", DOCS / "start.md", DOCS / "zero-one-adam.md", DOCS / "choose.md"):
         assert worst in page.read_text(), page
     assert worst in ZeroOneAdam.__doc__
+
+
+def test_pages_say_how_marsit_and_slow_adapters_end():
+    page = (DOCS / "choose.md").read_text()
+    for task in ("mlp", "late", "recsys", "causal"):
+        d = difference(RECORDS, View(alike=0.0), task, "marsit-adam")
+        print(f"MarsitAdam, {View(alike=0.0).title}, {task}: {d}")
+        assert d.seeds >= 3
+        assert f"+{d.mean:.0f} % on" in page
+    slow = difference(RECORDS, View(parents=True, by=0.3), "adapters", "onebit-adam-living")
+    print(f"adapters at 0.3 of AdamW's rate: {slow} (at most 2 %)")
+    assert slow.seeds >= 6
+    assert slow.mean + slow.error <= 2.0
 
 
 def test_adamw_sends_eight_bytes_ours_its_warmup_and_messages():
