@@ -21,7 +21,7 @@ FROZEN = "adam-frozen"
 VOTES = ("onebit-lion", "marsit-adam")
 """Ours whose ranks vote on signs: simulated one by one, they take longer, and are recorded at 4 workers alone."""
 LIVING = ("onebit-adam-living", "onebit-adam-living-0")
-"""1-bit Adam with a variance that lives, at AdamW's rates: after a warm-up of 5 %, of one step, and in bfloat16."""
+"""1-bit Adam with a variance that lives, at AdamW's rates: after a warm-up of 5 %, and of one step."""
 LAMB = ("lamb", "onebit-lamb-living", "onebit-lamb")
 """LAMB, and 1-bit LAMB with a variance that lives, or is frozen, at LAMB's rates."""
 OURS = (LIVING[0], "onebit-adam", "zero-one-adam-shared", LAMB[1])

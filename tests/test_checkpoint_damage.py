@@ -28,6 +28,7 @@ from fusedonebit.optim.policies import DoublingRounds
 RANKS = 2
 OPTIMIZERS: dict[str, Callable[..., DistributedOptimizer]] = {
     "onebit-adam": by_name(OneBitAdam, lr=1e-2, freeze_step=3, guard="off"),
+    "living": by_name(OneBitAdam, lr=1e-2, warmup=3, guard="off"),
     "onebit-lamb": by_name(OneBitLamb, lr=1e-2, freeze_step=3, guard="off"),
     "lamb": by_name(Lamb, lr=1e-2),
     "lion": by_name(OneBitLion, lr=1e-3),
@@ -105,7 +106,7 @@ def flip_in_a_file(trial: int, rank: int, data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-CASES = [(name, 5) for name in OPTIMIZERS] + [("onebit-adam", 2), ("onebit-lamb", 2)]
+CASES = [(name, 5) for name in OPTIMIZERS] + [(name, 2) for name in ("onebit-adam", "living", "onebit-lamb")]
 
 
 @pytest.mark.long
@@ -238,6 +239,7 @@ IMPOSSIBLE: list[tuple[str, int, Callable[[dict], object], str]] = [
     (*ADAM, set_value("worker_error", INF), f"worker_error {OF_0} be finite"),
     (*ADAM, set_value("server_error", NAN), f"server_error {OF_0} be finite"),
     (*ADAM, set_value("exp_avg_scale", -1.0), f"exp_avg_scale {OF_0} not be"),
+    ("living", 5, set_value("variance_level", -1.0), f"variance_level {OF_0} not be negative"),
     ("onebit-adam", 2, set_value("exp_avg", -INF), f"exp_avg {OF_0} be finite"),
     ("onebit-adam", 2, set_value("step", -5.0), f"step {OF_0} be a finite number >= 0"),
     ("onebit-lamb", 5, set_value("layer", NAN), f"layer {OF_0} be finite"),

@@ -88,6 +88,7 @@ def test_a_checkpoint_of_the_other_algorithm_is_refused(rounds, to_rounds):
     kind, text = caught(lambda: other.load_state_dict(one.state_dict()))
     assert kind is ValueError
     assert f"the checkpoint's algorithm is {one.title}, but here it is {other.title}" in text
+    assert "ZeroOneAdam(params) once had policies.EveryStep()" in text
     assert fingerprint(parameters(other)) == before
 
 

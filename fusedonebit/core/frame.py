@@ -335,7 +335,7 @@ class Frame:
             "strides": self.parameters.strides(),
         }
         way_out = {
-            "algorithm": "pass the policies that it had; ZeroOneAdam(params) once was of policies.EveryStep()",
+            "algorithm": "construct that one, with its policies; ZeroOneAdam(params) once had policies.EveryStep()",
             "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
             "block_size": "pass that as Wire(block_size=...), or none",
         }

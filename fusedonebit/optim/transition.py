@@ -179,7 +179,7 @@ class Transition(Part):
             # What is missing did not exist when it was written.
             was = header["settled"].get(name, _BEFORE.get(name, False))
             if was != now:
-                way_out = f'pass variance="{was}", or warm_start' if name == "variance" else "pass the Numerics it had"
+                way_out = f'pass variance="{was}", or warm_start' if name == "variance" else "pass the options it had"
                 raise ValueError(
                     f"the checkpoint was written with {name}={was!r}, but here it is {now!r}; it can only be "
                     f"changed in the warm-up; {way_out}"

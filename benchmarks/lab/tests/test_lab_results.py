@@ -150,17 +150,17 @@ def beyond(d: Difference, percent: float, decades: float) -> bool:
     return d.diverged > 0 or d.mean > (decades if d.unit == "dec" else percent)
 
 
-@pytest.mark.parametrize("workers", SEEDS)
-def test_no_task_but_one_is_far_from_adamw(workers):
-    """That one is modular addition, for which 0.15 decades were aimed at; a module that comes late may cost 10 %.
+FAR = {4: {"modadd"}, 16: {"modadd", "policy"}}
+"""Modular addition, for which 0.15 decades were aimed at; and the policy, of which seeds tell little: +30 ± 38 %."""
 
-    But for the GAN and the policy, whose seeds differ by more than that; many of each stand for them elsewhere.
-    """
-    tasks, view = (task for task in FIRST if task not in ("gan", "policy")), View(workers, parents=True)
-    found = {task: difference(RECORDS, view, task, "onebit-adam-living") for task in tasks}
+
+@pytest.mark.parametrize("workers", SEEDS)
+def test_few_tasks_are_far_from_adamw(workers):
+    """None was aimed at but for the GAN; a module that comes late may cost 10 %."""
+    found = {t: difference(RECORDS, View(workers, parents=True), t, "onebit-adam-living") for t in FIRST if t != "gan"}
     far = {task: str(d) for task, d in found.items() if beyond(d, 10.0 if task == "late" else 3.0, 0.15)}
     print(f"{workers} workers: beyond 3 % (10 % where a module comes late) or 0.15 dec (none aimed at): {far}")
-    assert set(far) <= {"modadd"}
+    assert set(far) <= FAR[workers]
     assert found["modadd"].mean <= 0.35
 
 
