@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.audit_kernels import LIMITS, PER_LAYER, WORLD_SIZES, Kernel, by_ranks, limits, named, record, variants
-from benchmarks.audit_steps import MERGE_LIMIT, PEERS, ROUNDS, STEPS, round_bytes, step_bytes
+from benchmarks.audit_steps import HOOKS, MERGE_LIMIT, PEERS, ROUNDS, STEPS, round_bytes, step_bytes
 from benchmarks.tritons import BUILD, recorded
 from fusedonebit.triton_kernels.op import OPS
 
@@ -291,7 +291,7 @@ def told(bytes_of: Mapping[str, float]) -> Iterator[str]:
 
 def whole_steps(bytes_of: Mapping[str, float]) -> Iterator[tuple[str, int, float, float]]:
     """Optimizer, world size, bytes per parameter of a compression-stage step, and their limit."""
-    for name, step in STEPS.items():
+    for name, step in (STEPS | HOOKS).items():
         for world_size in WORLD_SIZES:
             yield name, world_size, step_bytes(bytes_of, step, world_size), step.limit_of(world_size)
 

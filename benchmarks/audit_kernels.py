@@ -39,6 +39,13 @@ LOOPS = {
     "close_parts": (0, 1, 0),
 }
 """How often loops run per block, in the order of the code, the last for all behind it; of other kernels once."""
+OF_LEVELS = {
+    "quantise": (),
+    "requantise": ("headers", 0, "ranks"),
+    "take_back": ("headers",),
+    "dequantise": ("headers", 0, "ranks"),
+}
+"""The same of those that send gradients in few bits: over headers, 16 at a time, and over ranks."""
 HALVES = dict.fromkeys(("server_reduce", "finish", "local_update"), 1)
 HALVES |= dict.fromkeys(("tell_squares", "tell_level", "lion_compress"), 2)
 
@@ -73,7 +80,8 @@ class Kernel(NamedTuple):
     @property
     def walks(self) -> bool:
         """Whether its bytes depend on the number of ranks."""
-        return self.op in ("server_reduce", "pick_owned", "place_owned", "average_squares")
+        sums = self.op == "dequantise" and "SUMS" in self.given
+        return sums or self.op in ("server_reduce", "pick_owned", "place_owned", "average_squares", "requantise")
 
     @property
     def packed(self) -> bool:
@@ -84,11 +92,17 @@ class Kernel(NamedTuple):
     def elements(self) -> int:
         """Of the whole index space, for one block: of all chunks where a program works on them at once."""
         share = {"receive": 128, "close_round": 128, "pick_owned": self.world_size}.get(self.op, 1)
-        return share * (32 * WORDS if self.packed else BLOCK)
+        return share * (32 * WORDS if self.packed else self.given.get("BLOCK_SIZE", BLOCK))
 
     @property
     def loops(self) -> Iterable[int]:
         """How often each loop runs per block, in the order of the code."""
+        counts: dict[Any, int] = {"headers": -(-self.world_size // 16), "ranks": self.world_size}
+        if self.op in OF_LEVELS:
+            return chain(
+                (counts.get(times, 0) for times in OF_LEVELS[self.op]),
+                repeat(counts["ranks"] * ("ranks" in OF_LEVELS[self.op])),
+            )
         usual = LOOPS.get(self.op, (self.world_size,))
         found = SERVER_LOOPS[self.world_size] if self.op == "server_reduce" else usual
         return chain(found, repeat(found[-1]))
@@ -96,13 +110,18 @@ class Kernel(NamedTuple):
     @property
     def cached(self) -> int:
         """Bytes that every block reads and that stay in the cache: the headers of all ranks, 16 at a time."""
-        groups = -(-self.world_size // 16) if self.op == "server_reduce" else self.op in ("receive", "close_round")
+        compares = self.op == "server_reduce" or "headers" in OF_LEVELS.get(self.op, ())
+        groups = -(-self.world_size // 16) if compares else self.op in ("receive", "close_round")
         return groups * HEADERS
 
     @property
     def halves(self) -> int:
         """Numbers that are cut to 32 bits on purpose: words that a hash makes random bits of, a digest."""
         draws = any(name.endswith("_drawn") for name in self.given) and {"*bf16", "*u8"} & set(self.given.values())
+        if self.op in OF_LEVELS:
+            kept = self.given.get("residual_numbers", "*fp32" if self.op == "take_back" else None)
+            draws = self.op != "dequantise" and (kept in ("*bf16", "*u8") or (kept is None and self.given["BITS"] > 1))
+            return 2 * draws + (self.op != "take_back")  # and a digest, or the first header that is kept
         rounds = "rounding" in self.given or (bool(draws) and self.op != "lamb_move")  # which reads moments alone
         return 2 * rounds + (0 if "STEP_MOVES" in self.given else HALVES.get(self.op, 0))
 
@@ -137,7 +156,7 @@ def variants(keys: Iterable[Any]) -> list[Kernel]:
     for op, num_warps, arguments in keys:
         constants = {name: value for name, kind, value in arguments if kind == "constexpr"}
         stored = {value for name, value in constants.items() if name in LISTS}
-        if stored in (set(), {4}, {5}) and constants.get("BLOCK_SIZE", BLOCK) == BLOCK:
+        if stored in (set(), {4}, {5}) and (constants.get("BLOCK_SIZE", BLOCK) == BLOCK or op in OF_LEVELS):
             line = Kernel(op, num_warps, _given(op, arguments)).key
             found = {name for name, kind, value in arguments if kind[0] == "*" and value != "D"}
             unaligned[line] = unaligned.get(line, found) & found

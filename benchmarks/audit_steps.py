@@ -39,10 +39,11 @@ class Step(NamedTuple):
     steps: int = 1
 
     def limit_of(self, world_size: int) -> float:
-        """Bytes per parameter and step: those of a server's mean of bits are 8.2 at most, of a majority 0.2."""
+        """Bytes per parameter and step: a server's of a mean of bits are 8.2 at most, levels 4.7, votes 0.2."""
+        levels = sum(name.startswith("requantise") for name in self.served)
         means = sum(name.startswith("server_reduce") and "majority" not in name for name in self.served)
         votes = sum("majority" in name for name in self.served)
-        return self.limit + (8.2 * means + 0.2 * votes) / world_size / self.steps
+        return self.limit + (8.2 * means + 4.7 * levels + 0.2 * votes) / world_size / self.steps
 
 
 FIRST_STEP, LAST_STEP = "local_step, preconditioned, first", "local_step, preconditioned, last"
@@ -133,6 +134,20 @@ without; "living": between two renewals of the variance, or with one.
 
 Lion's ``finish``, which writes headers only, moves nothing per parameter, as don't counts and coefficients.
 """
+
+
+_OF_BFLOAT16 = "1 warps, {}BITS=4, BLOCK_SIZE=256"
+HOOKS = {
+    "compress, 4 bits, gradients and residuals in bf16": Step(
+        (
+            f"quantise, {_OF_BFLOAT16.format('residual_numbers=*bf16, TENSORS=5, ')}",
+            f"dequantise, {_OF_BFLOAT16.format('TENSORS=5, ')}",
+        ),
+        9.9,
+        served=(f"requantise, {_OF_BFLOAT16.format('residual_numbers=*bf16, ')}",),
+    )
+}
+"""An average of gradients, beside any optimizer's step; ``take_back`` moves nothing unless a gradient is not finite."""
 
 
 def step_bytes(bytes_of: Mapping[str, float], step: Step, world_size: int) -> float:

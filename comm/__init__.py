@@ -18,6 +18,7 @@ from .message import Messages, StepContext, describe_mismatch
 from .multi_hop import MarsitAllReduce
 from .parted import BucketedAllReduce, HierarchicalAllReduce
 from .partition import NodeSection, Section
+from .quantised import Format, QuantisedAllReduce, QuantisedReduceScatter, Step
 from .reducer import Reducer
 from .shards import ModelGroup, ShardGroup
 from .sign_vote import SignVote
@@ -31,18 +32,22 @@ __all__ = [
     "DisagreementError",
     "FeedbackReducer",
     "Flag",
+    "Format",
     "HierarchicalAllReduce",
     "LocalTransport",
     "MarsitAllReduce",
     "Messages",
     "ModelGroup",
     "NodeSection",
+    "QuantisedAllReduce",
+    "QuantisedReduceScatter",
     "Reducer",
     "Section",
     "ShardGroup",
     "SignVote",
     "SimulatedGroup",
     "SimulatedTransport",
+    "Step",
     "StepContext",
     "Topology",
     "TorchTransport",

@@ -101,8 +101,8 @@ class Messages:
         buffer: Tensor | None = None,
     ) -> None:
         absent_bytes = -(-len(layout.sizes) // 8)
-        head = HEADER_BYTES + _aligned(absent_bytes)
-        bits = head + _aligned(4 * slots)
+        head = HEADER_BYTES + aligned(absent_bytes)
+        bits = head + aligned(4 * slots)
         nbytes = bits + layout.chunk_bytes * (2 if ternary else 1)
         if buffer is None:
             buffer = torch.zeros(count, nbytes, dtype=torch.uint8, device=device)
@@ -150,7 +150,8 @@ def layout_word(layout: FlatLayout, *more: object) -> int:
     return (layout.fingerprint ^ zlib.crc32(repr(more).encode())) & 0x7FFFFFFF
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return how many bytes a part of a message takes, padding included."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

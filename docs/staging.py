@@ -24,7 +24,7 @@ ALWAYS = (ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "exam
 """Get a page also where nobody links to them."""
 
 PATH = {
-    "Start": ("topics/start", "topics/loops", "topics/ecosystem", "examples"),
+    "Start": ("topics/start", "topics/loops", "topics/compress", "topics/ecosystem", "examples"),
     "Choose": ("topics/choose", "topics/frontier", "topics/limits"),
     "Tune": ("topics/numerics", "topics/when", "topics/run-report", "topics/command-line"),
     "Scale": ("topics/beyond-one-node", "topics/checkpoints", "topics/faults", "topics/performance"),

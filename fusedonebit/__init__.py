@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .core.settings import Faults, Freeze, Layerwise, Numerics, Wire
     from .errors import AbortedStepError, CheckpointError, FusedOneBitWarning, NonFiniteGradientError, OutOfStepError
     from .integrations import amp, ddp, recording
+    from .integrations.any_optimizer import compress
     from .integrations.buffers import broadcast_buffers
     from .integrations.recording import Recorder
     from .optim import policies
@@ -58,6 +59,7 @@ __all__ = [
     "__version__",
     "amp",
     "broadcast_buffers",
+    "compress",
     "dcp",
     "ddp",
     "policies",
@@ -73,6 +75,7 @@ _HOMES = {
         *("AbortedStepError", "CheckpointError", "FusedOneBitWarning", "NonFiniteGradientError", "OutOfStepError")
     ],
     ".integrations": ["amp", "ddp", "recording", "accelerate", "lightning", "transformers"],
+    ".integrations.any_optimizer": ["compress"],
     ".integrations.buffers": ["broadcast_buffers"],
     ".integrations.recording": ["Recorder"],
     ".optim": ["policies"],

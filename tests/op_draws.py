@@ -13,6 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
+import quantise_rules as of_levels
 import torch
 from op_arguments import BFLOAT16, CODES, Problem, arguments_of
 from op_rules import FOLLOWS, SERVERS, either
@@ -83,6 +84,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "step": (7, 2**32 + 7),
     "x": (*DTYPES, torch.float64, *INTEGERS),
     "renew_levels.sums": (..., torch.float64),
+    **of_levels.CHOICES,
 }
 """What to take in turn of arguments, where a declaration does not say it."""
 HEARD = (0, 1, 0, (0,), 0, 34, 0, (1,), 0, -64, 0, (2,), 0, 2, 0, (3,), 0, (4,))
@@ -124,6 +126,7 @@ UNSAID: dict[str, dict[str, tuple[Any, ...]]] = {
     "scale_coefficients": {"sizes": tuple((3,) * n for n in (1, 3, 200))},
     "merge_signs": {"sizes": ((128,), (384,), (16_512,), (70_400,))},
     **either("pick_owned place_owned", {"sizes": ((128,), (384,), (16_512,))}),
+    **of_levels.UNSAID,
 }
 """The same for an op."""
 SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38, 9e18, -1.95e19)

@@ -171,7 +171,9 @@ def agreed(words: Tensor, own: Tensor, hold: Tensor) -> int:
 
 
 FIXED: dict[str, tuple[Any, ...]] = {
-    **either("compensated compensated_numbers exp_avg_sq_numbers moments_exp_avg worker_sq_numbers", (...,)),
+    **either(
+        "compensated compensated_numbers exp_avg_sq_numbers moments_exp_avg worker_sq_numbers residual_numbers", (...,)
+    ),
     **either("correction rounding", (None,)),
     **either("hold skip", (0,)),
     "edges": ("", "grads"),

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import quantise_rules as of_levels
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from fusedonebit.triton_kernels.renewal import SUMS
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 
 Rule = Callable[[Any], Any]
-SERVERS = ("server_reduce", "average_squares")
+SERVERS = ("server_reduce", "average_squares", *of_levels.ON_CHUNKS)
 """Ops that work on one rank's chunk."""
 BETAS = ((0.9, 0.999), (0.0, 0.95), (0.95, 0.99999))
 """Of groups."""
@@ -62,6 +63,7 @@ FOLLOWS: dict[str, Rule] = {
     "moments_drawn": lambda m: m.op.name != "lamb_move" and narrow("moments_exp_avg")(m),
     "exp_avg_sq_exponents": coded("exp_avg_sq_numbers"),
     "worker_sq_exponents": coded("worker_sq_numbers"),
+    "residual_exponents": coded("residual_numbers"),
     "rounding": lambda m: m.asked.get("correction") is torch.int8,
     "squares": given("limit"),
     "limit_coef": lambda m: m.op.name != "finish_alone",
@@ -302,6 +304,7 @@ NOUNS: dict[str, Rule] = {
     "server": served,
     **either("logs means average_squares.arrived", codes),
     "mean": lambda m: codes(m, 1),
+    **of_levels.NOUNS,
 }
 """Arguments whose fields depend on each other."""
 NUMBERS: dict[str, float] = {
@@ -339,6 +342,7 @@ NUMBERS: dict[str, float] = {
     "merge_signs.flags": int(Word.FLAGS),
     "mismatch": int(Flag.MISMATCH),
     "norm": SCALE_NORMS["contractive"],
+    **of_levels.NUMBERS,
 }
 """Numbers, and what tensors are filled with."""
 RULES: dict[str, Rule] = {
@@ -436,4 +440,5 @@ RULES: dict[str, Rule] = {
     "gradient_squares.told": lambda m: nothing(m, 2 if m.done["earlier"] is None else 3),
     "scale_coefficients.told": lambda m: torch.tensor([0.0, 7.0]),
     "ternary": lambda m: m.p.ternary,
+    **of_levels.RULES,
 }

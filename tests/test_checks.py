@@ -37,6 +37,7 @@ OF_VALUES = {
     "receive": {"worker.measured 0", "server.measured 0", "limit.coef 0", "squares 0"},
     "close_parts": {"scale 0", "found 0", "squares 0", "limit.coef 0"},
     "close_round": {"received.words 0", "coef 0"},
+    "dequantise": {"arrived.scales 1"},
     "gradient_squares": {"squares 0"},
     **dict.fromkeys(("advance", "rebuild_momentum"), frozenset({"coefficients.groups 0"})),
 }
@@ -63,7 +64,8 @@ def wrong_list(name: str, label: str, x: list[Tensor]) -> Iterator[tuple[str, li
     yield "device", [*x[:-1], x[-1].to("meta")]
     if label not in (*OPS[name].writes, "params"):
         longest = max(range(len(x)), key=lambda i: x[i].numel())
-        yield "length", [each[1:] if i == longest else each for i, each in enumerate(x)]
+        if x[longest].numel() > 1:  # or none is left, which is zeros
+            yield "length", [each[1:] if i == longest else each for i, each in enumerate(x)]
 
 
 def mistakes(name: str) -> Iterator[tuple[str, str, list[Any]]]:

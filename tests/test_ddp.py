@@ -260,7 +260,7 @@ RANKS = "ValueError: model and optimizer must average over the same ranks, got"
 ERRORS = {
     "not wrapped": NOT_WRAPPED,
     "not wrapped on rank 1": NOT_WRAPPED,
-    "not ours": "TypeError: optimizer must be one of fusedonebit's, got AdamW",
+    "not ours": "TypeError: optimizer must be one of fusedonebit's, or a list with one, got AdamW",
     "fewer": f"{OTHERS} first.weight of model; make the optimizer from model.parameters()",
     "more": f"{OTHERS} parameter 6; make the optimizer from model.parameters()",
     "the optimizer is alone": f"{RANKS} [0, 1] and [RANK]; pass the same process_group to both",
@@ -268,12 +268,12 @@ ERRORS = {
     "frozen between": "ValueError: parameters must be frozen after attach(), or before the optimizer is made, but "
     "first.weight was between",
     "twice": "RuntimeError: this OneBitAdam is attached already; call attach() once, before training, or first ",
-    "another": "RuntimeError: OneBitLamb is attached to this model already: one optimizer must have all of its ",
+    "another": "RuntimeError: OneBitLamb is attached to this model already: first call detach() of what attach() or ",
     "mixed precision": "RuntimeError: mixed_precision must be None, got _MixedPrecision(param_dtype=torch.bfloat16",
     "a hook": "RuntimeError: DDP must have no communication hook, got allreduce_hook: it keeps one for good",
     "a built-in hook": "RuntimeError: DDP must have no communication hook, got BuiltinCommHookType.ALLREDUCE: it keeps",
     "steps in the backward pass": "RuntimeError: parameters must have no optimizers that step in the backward pass",
-    "in a join": "RuntimeError: join() can't be used with a model to which an optimizer of fusedonebit is attached",
+    "in a join": "RuntimeError: join() can't be used with a model to which fusedonebit is attached",
 }
 WRAPPED = {"mixed precision": {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}}
 NOTHING_IS_CHANGED = ("another", "mixed precision", "a hook", "a built-in hook", "in a join")
@@ -373,7 +373,7 @@ def test_join_is_refused_on_every_rank_and_nobody_waits(how):
         elif "stop" in how:
             assert text == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         else:
-            assert text.startswith("join() can't be used with a model to which an optimizer of fusedonebit is attached")
+            assert text.startswith("join() can't be used with a model to which fusedonebit is attached")
 
 
 # ---------------------------------------------------------------- without attach

@@ -18,7 +18,7 @@ UNDER_TORCHRUN = [e for e in EXAMPLES if e.stem not in ("elastic", "mpi")]  # te
 
 
 def test_examples_are_short():
-    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "ddp", "elastic", "hsdp", "mpi", "plain"}
+    assert {e.stem for e in EXAMPLES} == {"amp", "compiled", "compress", "ddp", "elastic", "hsdp", "mpi", "plain"}
     others = sorted((EXAMPLES[0].parent / "ecosystem").glob("*.py"))  # tests/ecosystem runs these
     assert {e.stem for e in others} == {"accelerate_loop", "lightning_module", "transformers_trainer"}
     for example in EXAMPLES + others:
@@ -37,6 +37,8 @@ def test_example_runs_and_learns(example: Path):
     assert last < first / 3
     if example.stem == "compiled":
         assert "in 1 graph" in printed
+    elif example.stem == "compress":
+        assert "compress(bits=4): residuals in bf16" in printed
     elif example.stem != "amp":
         sent = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes sent", printed)]
         assert sent[0] > 25 * sent[-1]

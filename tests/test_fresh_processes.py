@@ -89,6 +89,7 @@ NAMES = {
     ),
     "__version__": "assert fusedonebit.__version__.count('.') == 2",
     "broadcast_buffers": "fusedonebit.broadcast_buffers(torch.nn.BatchNorm1d(3))",
+    "compress": WRAPPED.format("fusedonebit.compress(wrapped, 8)", "torch.optim.SGD(wrapped.parameters(), 0.1).step()"),
     "amp": "fusedonebit.amp.GradScaler('cpu')",
     "amp.GradScaler": (
         "o = fusedonebit.OneBitAdam(model.parameters())\nscaler = fusedonebit.amp.GradScaler('cpu')\n"

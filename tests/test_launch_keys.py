@@ -203,7 +203,12 @@ def test_whole_steps_launch_all_ops_in_all_phases(all_keys):
     two_stages, rounds = {"warmup", "compression"}, {"uncompressed", "one-bit", "local"}
     expected = dict.fromkeys(BASES, rounds) | dict.fromkeys(("OneBitAdam", "OneBitLamb"), two_stages)
     expected["ZeroOneAdam with own variances"] = {"one-bit", "local"}
-    expected |= {"AdamW": {"uncompressed"}, "Lamb": {"uncompressed"}, "OneBitLion": {"one-bit"}}
+    expected |= {
+        "AdamW": {"uncompressed"},
+        "Lamb": {"uncompressed"},
+        "OneBitLion": {"one-bit"},
+        "compress": {"compressed"},
+    }
     assert phases == expected
     print(f"{len(keys)} launch keys of {len(IN_STEPS)} kernels")
     audited = {kernel.key for kernel in named().values()}

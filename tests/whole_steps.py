@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import compressing
 import torch
 from launch_keys import Key, recording, write
 from optimizers import by_name, objects
@@ -308,7 +309,7 @@ def runs() -> dict[str, Run]:
         found[f"{kind.__name__}, DeepSpeed's"] = Run(_like_deepspeed(kind, config))
     config = {"lr": 1e-3, "var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 3}
     found["ZeroOneAdam, DeepSpeed's"] = Run(_like_deepspeed(ZeroOneAdam, config), steps=16)
-    return found
+    return found | compressing.runs(Run)
 
 
 def _like_deepspeed(kind: Any, config: dict[str, Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from .local_step import local_step, rebuild_momentum
 from .local_update import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .parts import close_parts
+from .quantise import dequantise, quantise, requantise, take_back
 from .receive import receive
 from .reduce import server_reduce
 from .renewal import renew, renew_levels
@@ -56,6 +57,7 @@ __all__ = [
     "choose_block_size",
     "close_parts",
     "close_round",
+    "dequantise",
     "exponents",
     "finish",
     "finish_alone",
@@ -81,16 +83,19 @@ __all__ = [
     "param_squares",
     "pick_owned",
     "place_owned",
+    "quantise",
     "rebuild_momentum",
     "receive",
     "renew",
     "renew_levels",
+    "requantise",
     "rewarm",
     "rule",
     "scale_coefficients",
     "server_reduce",
     "settle",
     "square_sums",
+    "take_back",
     "tell_level",
     "tell_squares",
     "unpack",

@@ -16,6 +16,9 @@ LARGEST_STEP = 0x7F700000  # of finite numbers
 LOGARITHMS = 255  # codes above zero; 8 of them are an octave
 SIGNED_LOGARITHMS = 127  # the same, beside a sign
 SIGN = 128  # of a byte
+ROUNDER = 12582912.0  # 1.5 * 2^23: floats there are whole numbers
+ROUNDED = 0x4B400000  # its bits, to which whole numbers are added
+DRAW = 1.52587890625e-05  # 2^-16
 
 
 # ---------------------------------------------------------------- codes of 8 bits
@@ -62,6 +65,45 @@ def nonzero_code(code: int, steps: int) -> int:
 def signed_code(code: int, negative: int) -> int:
     """Return a code with a sign, which 0 has not: ``negative`` is 0 or 1."""
     return tl.where(code > 0, code + negative * SIGN, code)
+
+
+# ---------------------------------------------------------------- linear codes
+
+
+@rule
+def level(x, s, shift):
+    """Round x/s + shift to a whole number; ROUNDER is added, so that the number is in the last bits."""
+    return tl.where(s > 0.0, tl.div_rn(x, s), 0.0) + shift + ROUNDER
+
+
+@rule
+def shift_of(bits):
+    """Return what rounds up with the odds of what is cut off, of 16 random bits; within a half, and never a half."""
+    return (bits + 0.5) * DRAW - 0.5
+
+
+@rule
+def value(q, s):
+    """Return what a level stands for."""
+    return q * s
+
+
+@rule
+def left(x, q, s):
+    """Return what a number of ``q`` levels leaves of x: the error that feedback carries."""
+    return x - q * s
+
+
+@rule
+def scale_bits(u: int) -> int:
+    """Return the 16 bits of the bfloat16 that is not below a positive number: no quotient by it grows too large."""
+    return (u + 0xFFFF) >> 16
+
+
+@rule
+def linear_code(u: int, most: int) -> int:
+    """Return the code, in two's complement, of the level of which ``level`` has made the bits ``u``."""
+    return (u - ROUNDED) & most
 
 
 # ---------------------------------------------------------------- random bits

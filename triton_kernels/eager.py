@@ -225,16 +225,21 @@ def load_variance(of: Preconditioner, places: Places, tile: Tile) -> Tensor:
 
 def store(stored: Stored, new: Tensor, drawn: Tensor | None, tile: Tile, signed: bool = True) -> Tensor:
     """Do as ``block_io.store`` of a tile's values, float32 [blocks, block_size]; return what is stored of them."""
-    values, exponents = _rows(stored, tile)
+    values, _ = _rows(stored, tile)
     if drawn is None or values.dtype is torch.float32:
         values.copy_(new)
         return new
-    bits = moment_bits(drawn, tile, new.shape[1])
-    if exponents is None:
-        values.copy_(stochastic(new, bits))
-    else:
-        encode(new, values, exponents, signed=signed, nonzero=not signed, bits=bits)
+    store_drawn(stored, new, moment_bits(drawn, tile, new.shape[1]), tile, signed)
     return load(stored, tile, signed)
+
+
+def store_drawn(stored: Stored, new: Tensor, bits: Tensor, tile: Tile, signed: bool = True) -> None:
+    """Store a tile's values, rounded by 16 random bits each unless in float32."""
+    values, exponents = _rows(stored, tile)
+    if exponents is not None:
+        encode(new, values, exponents, signed=signed, nonzero=not signed, bits=bits)
+    else:
+        values.copy_(new if values.dtype is torch.float32 else stochastic(new, bits))
 
 
 def keep(stored: Preconditioner, codes: Sequence[Tensor], tile: Tile) -> None:
@@ -265,6 +270,11 @@ def random_bits(rounding: Tensor, tile: Tile, block_size: int) -> Tensor:
     else: all ranks draw the same, and so does a run that goes on from a checkpoint.
     """
     return bit_rules.random_bits(*_index_and_seed(rounding, tile, block_size)).int()
+
+
+def drawn_bits(seed: int, tile: Tile, block_size: int) -> Tensor:
+    """Do as ``random_bits``, of a number of the host's."""
+    return random_bits(torch.full((), seed), tile, block_size)
 
 
 def moment_bits(drawn: Tensor, tile: Tile, block_size: int) -> Tensor:

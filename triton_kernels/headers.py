@@ -135,6 +135,19 @@ def flags_of(counts):
 
 
 @jit()
+def write_words(words, header, digest, flags):
+    """Write what changes from step to step into a header, but for what a sender leaves: SIGNAL is 0."""
+    step = header.number
+    if header.counter is not None:
+        step = tl.load(header.counter)
+    tl.store(words + STEP, step)
+    tl.store(words + DIGEST, digest)
+    tl.store(words + TAG, header.tag)
+    tl.store(words + FLAGS, flags)
+    tl.store(words + SIGNAL, 0)
+
+
+@jit()
 def keep_words(b, words, stride, kept, world_size):
     """Copy headers to ``kept`` int32 [W, 8]: program ``b`` RANKS of them, and go on behind those of all others."""
     if b * RANKS < world_size:

@@ -97,19 +97,6 @@ def add_four(total, fours, scales, LOW: tl.constexpr, TERNARY: tl.constexpr):
     return add_one(total, signs, nonzero, 24, fourth, LOW, TERNARY)
 
 
-@jit()
-def _write_header(words, header, digest, flags):
-    """Write what changes from step to step into the header of a message of which nothing is left."""
-    step = header.number
-    if header.counter is not None:
-        step = tl.load(header.counter)
-    tl.store(words + STEP, step)
-    tl.store(words + DIGEST, digest)
-    tl.store(words + TAG, header.tag)
-    tl.store(words + FLAGS, flags)
-    tl.store(words + SIGNAL, 0)
-
-
 @jit(do_not_specialize=("header_number", "header_tag", "header_flags"))
 def server_reduce_kernel(
     arrived, compensated, live, live_row, bits, partials, partials_stride, hold, flags, kept_words, words, header,
@@ -127,7 +114,7 @@ def server_reduce_kernel(
         found = headers.flags_of(bad) | held
         tl.store(flags, found)
         if words is not None:
-            _write_header(words, header, tl.load(arrived.own_words + DIGEST), found)
+            headers.write_words(words, header, tl.load(arrived.own_words + DIGEST), found)
     headers.keep_words(b, arrived.words, arrived.words_stride, kept_words, arrived.world_size)
     if held != 0:
         return

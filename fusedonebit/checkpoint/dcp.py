@@ -12,6 +12,8 @@ piece of the model and the optimizer that a rank writes, and checks it on the ra
 it on a folder that you do not trust. ``load`` here does not: it takes tensors and plain values alone, unless told
 ``weights_only=False``.
 
+With ``compression=fusedonebit.compress(...)`` residuals are saved and loaded as well, under any optimizer of torch's.
+
 Where one rank fails, all raise: ``CheckpointError`` names it and its error, ``CollectiveError`` who has died.
 """
 
@@ -37,81 +39,86 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ..comm import TorchTransport
 from ..core.consensus import failure
 from ..core.frame import Frame
 from ..core.header import KEY
 from ..core.optimizer import DistributedOptimizer, frame_of
+from ..core.residuals import Residuals
 from ..core.state.integrity import read_header
 from ..core.state.saving import header_of
+from ..core.world import World
 from ..errors import CheckpointError
 from .storage import CheckedReader, CheckedWriter, PlainValues
 
 _OPTIMIZER = "optimizer"
 
+_INCOMPLETE = "{} must be the folder of a complete checkpoint, but it has no .metadata, which is written last"
+
 T = TypeVar("T")
 
 
-def state_of(model: Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
+def state_of(model: Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return what ``save`` saves: ``{"model": ..., "optimizer": ...}``, references to live state where they can be."""
-    frame = _frame(optimizer)
     of_model, of_optimizer = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    _check_round(frame, header_of(of_optimizer) or {})
+    if frame_of(optimizer) is not None:
+        _check_round(_frame(optimizer), header_of(of_optimizer) or {})
     return {"model": of_model, _OPTIMIZER: of_optimizer}
 
 
-def save(model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any) -> None:
+def save(model: Module, optimizer: Optimizer, checkpoint_id: str | os.PathLike[str], **more: Any) -> None:
     """Save model and optimizer; every rank calls it.
 
     Args:
         model: Bare, in DDP or in FSDP2.
-        optimizer: Any of this package.
+        optimizer: Any of this package; beside what ``compress`` has returned any of torch's.
         checkpoint_id: The folder; a checkpoint that is in it is replaced.
-        more: Whatever else is to be saved with them, by name: a scheduler, the number of the step.
+        more: Whatever else is to be saved, by name: a scheduler, the number of the step, what ``compress`` returned.
 
     Raises:
         ValueError: between local steps of a round, when parameters differ from rank to rank.
         CheckpointError: on every rank, if one could not write; the folder has no ``.metadata`` then, or the old one.
         CollectiveError: if a rank has died, on all others.
     """
-    frame = _frame(optimizer)
-    state, writer = _on_all(frame, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    with _naming_rank(frame, "saved", checkpoint_id), warnings.catch_warnings():
+    ranks = _ranks(optimizer, more)
+    state, writer = _on_all(ranks, lambda: _to_save(model, optimizer, checkpoint_id, more))
+    with _naming_rank(ranks, "saved", checkpoint_id), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # replacing it is what this promises
-        torch_dcp.save(state, storage_writer=writer, process_group=_group(frame))
+        torch_dcp.save(state, storage_writer=writer, process_group=_group(ranks))
 
 
-def async_save(
-    model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], **more: Any
-) -> Any:
+def async_save(model: Module, optimizer: Optimizer, checkpoint_id: str | os.PathLike[str], **more: Any) -> Any:
     """Save as ``save`` does, but return a ``Future`` once everything is copied to the host: training may go on.
 
-    Ranks then communicate while they train, and do so over gloo, in a group of their own. Wait for the ``Future``
-    before the next save: its ``result()`` raises what ``save`` would have raised.
+    Ranks then talk while they train, over gloo, in a group of their own. Wait for the ``Future`` before the next save:
+    its ``result()`` raises what ``save`` would have raised.
     """
-    frame = _frame(optimizer)
-    state, writer = _on_all(frame, lambda: _to_save(model, optimizer, checkpoint_id, more))
-    if dist.is_initialized() and frame.ranks.saving_group is None:
-        group = _group(frame)
-        ranks = None if group is None else dist.get_process_group_ranks(group)
-        how: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": ranks is not None}
-        with _naming_rank(frame, "saved", checkpoint_id):
-            frame.ranks.saving_group = dist.new_group(ranks, **how)
-    call: dict[str, Any] = {"storage_writer": writer, "process_group": frame.ranks.saving_group}
-    return _as_exception(frame, _on_all(frame, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
+    ranks = _ranks(optimizer, more)
+    state, writer = _on_all(ranks, lambda: _to_save(model, optimizer, checkpoint_id, more))
+    if dist.is_initialized() and ranks.saving_group is None:
+        group = _group(ranks)
+        members = None if group is None else dist.get_process_group_ranks(group)
+        how: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": members is not None}
+        with _naming_rank(ranks, "saved", checkpoint_id):
+            ranks.saving_group = dist.new_group(members, **how)
+    call: dict[str, Any] = {"storage_writer": writer, "process_group": ranks.saving_group}
+    return _as_exception(ranks, _on_all(ranks, lambda: torch_dcp.async_save(state, **call)), checkpoint_id)
 
 
 def _to_save(
-    model: Module, optimizer: DistributedOptimizer, checkpoint_id: str | os.PathLike[str], more: Mapping[str, Any]
+    model: Module, optimizer: Optimizer, checkpoint_id: str | os.PathLike[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckedWriter]:
     """Return what is saved, and what writes it; that sums up what it writes, which need not be done twice."""
-    frame = _frame(optimizer)
-    frame.sums_up = False
+    if (frame := frame_of(optimizer)) is not None:
+        frame.sums_up = False
     try:
         state = {**state_of(model, optimizer), **more}
     finally:
-        frame.sums_up = True
+        if frame is not None:
+            frame.sums_up = True
     return _plain(state), CheckedWriter(checkpoint_id)
 
 
@@ -120,13 +127,13 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
-def _as_exception(frame: Frame, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
+def _as_exception(ranks: World, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
     """Return a ``Future`` that ends as ``future`` does, but with an ``Exception``."""
     told: Future[Any] = Future()
 
     def end(done: Any) -> None:
         try:
-            with _naming_rank(frame, "saved", checkpoint_id):
+            with _naming_rank(ranks, "saved", checkpoint_id):
                 told.set_result(done.result())
         except BaseException as error:
             told.set_exception(error)
@@ -137,7 +144,7 @@ def _as_exception(frame: Frame, future: Any, checkpoint_id: str | os.PathLike[st
 
 def load(
     model: Module,
-    optimizer: DistributedOptimizer,
+    optimizer: Optimizer,
     checkpoint_id: str | os.PathLike[str],
     *,
     weights_only: bool = True,
@@ -156,7 +163,8 @@ def load(
         checkpoint_id: The folder.
         weights_only: As of ``torch.load``: False also takes objects that are unpickled by running what code the
             folder names; pass it only for folders that you trust.
-        more: Room for what was saved besides; objects with ``load_state_dict`` are filled.
+        more: Room for what was saved besides; objects with ``load_state_dict`` are filled, residuals on any number of
+            ranks: what quantisation had left of each gradient stays the same.
 
     Returns:
         ``more``, as loaded.
@@ -167,20 +175,37 @@ def load(
             read).
         CollectiveError: if a rank has died, on all others.
     """
-    frame = _frame(optimizer)
-    reader = _on_all(frame, lambda: CheckedReader(checkpoint_id, weights_only))
-    of_optimizer = template(model, optimizer, checkpoint_id, storage_reader=reader)
-    state = _on_all(frame, lambda: {"model": _room(model), _OPTIMIZER: of_optimizer} | _plain(more))
-    with _naming_rank(frame, "loaded", checkpoint_id):
+    ranks, frame = _ranks(optimizer, more), frame_of(optimizer)
+    reader = _on_all(ranks, lambda: CheckedReader(checkpoint_id, weights_only))
+    if isinstance(optimizer, DistributedOptimizer):
+        of_optimizer = template(model, optimizer, checkpoint_id, storage_reader=reader)
+    else:
+        of_optimizer = _on_all(ranks, lambda: _copied(get_optimizer_state_dict(model, optimizer)))
+    of_more = _on_all(ranks, lambda: _plain({name: _sized(reader, name, value) for name, value in more.items()}))
+    state = _on_all(ranks, lambda: {"model": _room(model), _OPTIMIZER: of_optimizer} | of_more)
+    with _naming_rank(ranks, "loaded", checkpoint_id):
         planner = PlainValues() if weights_only else None
-        torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(frame))
+        torch_dcp.load(state, storage_reader=reader, planner=planner, process_group=_group(ranks))
     if any(isinstance(key, int) for key in of_optimizer["state"]):
         optimizer.load_state_dict(of_optimizer)
     else:
-        with _all_training(frame.parameters.owners):
+        with _all_training([] if frame is None else frame.parameters.owners):
             set_optimizer_state_dict(model, optimizer, of_optimizer)
-    _on_all(frame, lambda: _take(model, state, more))
+    _on_all(ranks, lambda: _take(model, state, more))
     return {name: value if isinstance(value, Stateful) else state[name] for name, value in more.items()}
+
+
+def _sized(reader: CheckedReader, name: str, value: Any) -> Any:
+    """Return room for what was saved under a name, where that may be of other numbers of ranks; else ``value``."""
+    if not isinstance(value, Residuals):
+        return value
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except FileNotFoundError:
+        raise ValueError(_INCOMPLETE.format(reader.checkpoint_id)) from None
+    if f"{name}.about" not in saved:
+        raise ValueError(f"{name} must be left out of load(): it was not saved, and residuals begin at zero then")
+    return value.template(_entry(reader, f"{name}.about"))
 
 
 @contextmanager
@@ -198,8 +223,11 @@ def _all_training(params: Sequence[Tensor]) -> Iterator[None]:
 
 def _room(model: Module) -> dict[str, Any]:
     """Torch fills tensors in place: those of the model must not change if anything is wrong."""
-    live = get_model_state_dict(model)
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in live.items()}
+    return _copied(get_model_state_dict(model))
+
+
+def _copied(state: T) -> T:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)  # type: ignore[no-any-return]
 
 
 def _take(model: Module, state: Mapping[str, Any], more: Mapping[str, Any]) -> None:
@@ -276,10 +304,7 @@ def template(
     except (ValueError, TypeError) as caught:
         error = caught
     except FileNotFoundError:
-        error = ValueError(
-            f"{checkpoint_id} must be the folder of a complete checkpoint, but it has no .metadata, "
-            "which is written last"
-        )
+        error = ValueError(_INCOMPLETE.format(checkpoint_id))
     except Exception as caught:  # whatever it is: the other ranks must not wait
         error = ValueError(f"the checkpoint in {checkpoint_id} can't be read: {type(caught).__name__}: {caught}")
     facts.append(("the checkpoint's header", json.dumps(header)))
@@ -292,7 +317,7 @@ def template(
         finally:
             frame.expected_header = None
 
-    return _on_all(frame, lambda: _room_for(model, make, prefix, saved))
+    return _on_all(frame.ranks, lambda: _room_for(model, make, prefix, saved))
 
 
 def _room_for(model: Module, make: Callable[[bool], Mapping[str, Any]], prefix: str, saved: set[str]) -> dict[str, Any]:
@@ -339,18 +364,17 @@ def _check_left_out(model: Module, params: Sequence[Tensor], prefix: str, saved:
         )
 
 
-def _on_all(frame: Frame, call: Callable[[], T]) -> T:
+def _on_all(ranks: World, call: Callable[[], T]) -> T:
     """Return what ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
     error = failure(lambda: results.append(call()))
-    frame.ranks.agree([], error=error)
+    ranks.agree([], error=error)
     return results[0]
 
 
 @contextmanager
-def _naming_rank(frame: Frame, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
+def _naming_rank(ranks: World, done: str, checkpoint_id: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what torch raises on all ranks, a ``BaseException``, into an error that says which rank has failed."""
-    ranks = frame.ranks
     transport = ranks.transport if ranks.shards.count == 1 else TorchTransport(None, ranks.device)
     watched = transport.naming(f"dcp: {done}") if isinstance(transport, TorchTransport) else nullcontext()
     try:
@@ -367,16 +391,25 @@ def _first(failed: torch_dcp.CheckpointException) -> tuple[int, str]:
     return rank, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _group(frame: Frame) -> dist.ProcessGroup | None:
+def _group(ranks: World) -> dist.ProcessGroup | None:
     """Return the ranks over which a checkpoint is written: those of the optimizer; of shards, all."""
-    return None if frame.ranks.shards.count > 1 else getattr(frame.ranks.transport, "group", None)
+    return None if ranks.shards.count > 1 else getattr(ranks.transport, "group", None)
 
 
-def _frame(optimizer: DistributedOptimizer) -> Frame:
+def _ranks(optimizer: Optimizer, more: Mapping[str, Any]) -> World:
+    """Return those over which a checkpoint is written: the optimizer's or, of another's, those that compress."""
+    of_others = [value.world for value in more.values() if isinstance(value, Residuals)]
+    return of_others[0] if of_others and frame_of(optimizer) is None else _frame(optimizer).ranks
+
+
+def _frame(optimizer: Optimizer) -> Frame:
     """Return what an optimizer works with; raise if it is none of ours, or has ranks that torch can't save from."""
     frame = frame_of(optimizer)
     if frame is None:
-        raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}; others' are saved beside "
+            "compression=fusedonebit.compress(model)"
+        )
     if frame.ranks.model_parallel.groups and frame.parameters.mesh is not None:
         raise RuntimeError(
             "torch.distributed.checkpoint wants all shards of DTensors at once, but process_group has one of "
@@ -400,13 +433,16 @@ def _check_round(frame: Frame, header: Mapping[str, Any]) -> None:
 
 
 def _header(reader: torch_dcp.StorageReader, name: str, saved: Collection[str]) -> Mapping[str, Any] | None:
-    if name not in saved:
-        return None  # AdamW's
+    return None if name not in saved else read_header(_entry(reader, name))  # None: it is AdamW's
+
+
+def _entry(reader: torch_dcp.StorageReader, name: str) -> Any:
+    """Return a plain value of a checkpoint; each rank reads it by itself."""
     entry: dict[str, Any] = {name: ""}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads it by itself
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             torch_dcp.load(entry, storage_reader=reader, planner=PlainValues(), no_dist=True)
     except torch_dcp.CheckpointException as failed:
-        raise CheckpointError(f"the checkpoint's header can't be read: {_first(failed)[1]}") from None
-    return read_header(entry[name])
+        raise CheckpointError(f"the checkpoint's {name} can't be read: {_first(failed)[1]}") from None
+    return entry[name]

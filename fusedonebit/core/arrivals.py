@@ -5,7 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -46,3 +48,14 @@ def _hook(arrivals: weakref.ref[Arrivals], i: int) -> Callable[[Tensor], None]:
             watching.arrived(i)
 
     return arrived
+
+
+def after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call it when the backward pass is over and DDP, which does so in a callback of its own, has written back."""
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    engine.queue_callback(lambda: engine.queue_callback(call))

@@ -23,7 +23,7 @@ from ..comm import (
     make_all_reduce,
 )
 from ..comm.reducer import Compress
-from .arrivals import Arrivals, take_away
+from .arrivals import Arrivals, after_backward, take_away
 from .background import Background
 from .frame import Frame, Owner
 from .resolved import Options
@@ -194,7 +194,7 @@ class OverlappedAllReduce(Arrivals, BucketedAllReduce):
             )
             return
         if not this.seen:
-            _after_backward(weakref.WeakMethod(self._note_versions))
+            after_backward(weakref.WeakMethod(self._note_versions))
         this.seen.add(i)
         for bucket in self._buckets_of[i]:
             this.waiting[bucket] -= 1
@@ -271,14 +271,3 @@ def _take_away(handles: list[RemovableHandle], thread: ThreadPoolExecutor | None
     take_away(handles)
     if thread is not None:
         thread.shutdown(wait=False)  # the last reference may be dropped by the thread itself
-
-
-def _after_backward(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call it when the backward pass is over and DDP, which does so in a callback of its own, has written back."""
-    engine: Any = torch.autograd.Variable._execution_engine
-
-    def call() -> None:
-        if (found := method()) is not None:
-            found()
-
-    engine.queue_callback(lambda: engine.queue_callback(call))

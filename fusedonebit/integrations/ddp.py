@@ -1,16 +1,15 @@
-"""DistributedDataParallel with an optimizer that averages by itself."""
+"""DistributedDataParallel with an optimizer that averages by itself, beside others that do not."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -24,18 +23,20 @@ from ..core.first_contact import speaks
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer, frame_of
 from ..core.overlap import OverlappedAllReduce
+from ..core.residuals import Feedback, check_form
 from ..core.under_ddp import UnderDdp
 from ..errors import warn
-
-_JOIN = (
-    "join() can't be used with a model to which an optimizer of fusedonebit is attached: ranks whose data has ended "
-    "would have to compress as well; give all ranks equally many batches, or call detach() of the handle that "
-    "fusedonebit.ddp.attach() has returned. Torch leaves a join on when its block ends: "
-    "`with model.join(enable=False): pass` ends it"
-)
+from .bucket_averages import BucketAverages, finished
+from .seat import Seat, check_free
 
 
-def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> Handle:
+def attach(
+    model: DistributedDataParallel,
+    optimizer: DistributedOptimizer | Sequence[torch.optim.Optimizer],
+    *,
+    bits: int | None = None,
+    feedback: Feedback = "default",
+) -> Handle:
     """Make DDP average gradients only while the optimizer wants averaged ones.
 
     In the warm-up DDP's buckets are averaged during the backward pass as ever (in float32; 16-bit
@@ -46,32 +47,43 @@ def attach(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> H
     of or raises comes from there. ``no_sync()``, ``find_unused_parameters`` and ``static_graph`` work
     as ever; ``join()`` is refused. Call it on every rank, before the first backward pass.
 
-    While it is attached the ``step()`` of another optimizer on these parameters raises RuntimeError: it would train
-    each rank by its own gradients.
+    Beside one of this package, others may train parameters of their own, on averages as DDP makes them::
+
+        ddp.attach(model, [OneBitAdam(matrices), torch.optim.AdamW(rest)])
+
+    While it is attached the ``step()`` of another optimizer on the parameters of this package's raises RuntimeError: it
+    would train each rank by its own gradients.
 
     Args:
         model: Wrapped by DDP, over the optimizer's ranks, without ``mixed_precision`` or a communication hook.
-        optimizer: Any of this package, over all trainable parameters of ``model`` and no others.
+        optimizer: Any of this package, over all trainable parameters of ``model`` and no others; or a list of one of
+            them and others, each parameter in exactly one.
+        bits: At how many bits the others' gradients are averaged, as by ``compress``; None: in float32.
+        feedback: As of ``compress``, where there are ``bits``.
 
     Returns:
         The handle, whose ``detach()`` ends it; any optimizer may follow then.
 
     Raises:
-        TypeError, ValueError: on every rank, if the two don't belong together; nothing was changed.
-        RuntimeError: on every rank, if either is attached already, or DDP averages in another way; nothing was changed.
+        TypeError, ValueError: on every rank, if they don't belong together; nothing was changed.
+        RuntimeError: on every rank, if one is attached already, or DDP averages in another way; nothing was changed.
     """
-    frame = frame_of(optimizer)
-    error = failure(lambda: _check(model, optimizer, frame))
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    ours, theirs = _parted(optimizers)
+    frame = None if ours is None else frame_of(ours)
+    error = failure(lambda: _check(model, optimizers, ours, frame, bits, feedback))
     if frame is not None:
         transport, device = frame.ranks.transport, frame.device
     else:  # then the others' optimizers most likely use the default group
         nccl = dist.is_initialized() and "nccl" in dist.get_backend()
         device = torch.device("cuda" if nccl else "cpu")
         transport = make_transport(None, device)
-    agree(transport, [], device, error, "attach the same model on every rank")
+    facts = [("bits and feedback of attach()", f"{bits} {feedback}")]
+    agree(transport, facts, device, error, "attach the same model on every rank")
     assert frame is not None  # or all have raised
+    assert ours is not None
     frame.parameters.name(model.module.named_parameters())
-    return Handle(model, optimizer, frame)
+    return Handle(model, ours, frame, theirs, None if bits is None else (bits, feedback))
 
 
 class Handle:
@@ -81,29 +93,34 @@ class Handle:
 
     Attributes:
         optimizer: Whose it is; None once it is detached.
+        others: What averages the gradients of others' parameters at some bits each; None where nothing does.
     """
 
-    def __init__(self, model: DistributedDataParallel, optimizer: DistributedOptimizer, frame: Frame) -> None:
-        seat = _seat_of(model)
-        if seat is None:
-            seat = _Seat(model)
-            # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
-            model.register_comm_hook(seat, lambda seat, bucket: seat.average(bucket))
+    averages_as_ddp = False
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: DistributedOptimizer,
+        frame: Frame,
+        theirs: Sequence[torch.optim.Optimizer] = (),
+        form: tuple[int, Feedback] | None = None,
+    ) -> None:
         self.optimizer: DistributedOptimizer | None = optimizer
+        self.name = type(optimizer).__name__
+        self._theirs = {id(p) for each in theirs for group in each.param_groups for p in group["params"]}
+        named = [(name, p) for name, p in model.module.named_parameters() if id(p) in self._theirs]
+        self.others = None if form is None else BucketAverages(model, named, *form)
         # The model holds this, in C++ as well, where no collector looks.
-        self._model = itself = weakref.ref(model)
+        self._model = weakref.ref(model)
         self._owners = set(map(id, frame.parameters.owners))
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         this = weakref.ref(self)
-        hooks = [
-            register_optimizer_step_pre_hook(lambda stepping, _, __: _refuse_others(this, stepping)),
-            model.register_forward_pre_hook(lambda module, _: _refuse_join(module, itself)),
-        ]
-        vars(model)["join_hook"] = lambda **_: _NoJoin()
+        hooks = [register_optimizer_step_pre_hook(lambda stepping, _, __: _refuse_others(this, stepping))]
         self._finalizer = weakref.finalize(model, _end, hooks, frame.under_ddp)
         frame.under_ddp.attached, frame.under_ddp.elsewhere = True, None
         self._let_overlap(True)
-        seat.handle = self
+        Seat.take(model, self)
 
     @property
     def _reducer(self) -> Reducer | None:
@@ -117,22 +134,41 @@ class Handle:
             reducer.rest(not may)
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket of the warm-up, and leave others as they are."""
+        """Average what a bucket has of the warm-up, and of others; leave the rest as it is."""
         optimizer, buffer = self.optimizer, bucket.buffer()
         assert optimizer is not None  # who else asks
         # The stage of the coming step must be known before its gradients are averaged.
         optimizer.begin_step()
-        ranks = optimizer.frame.ranks.transport
-        if not optimizer.averages_gradients or ranks.world_size == 1:
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(buffer)
-            return done
-        optimizer.frame.under_ddp.averaged = True
+        ranks, params = optimizer.frame.ranks.transport, bucket.parameters()
+        if ranks.world_size == 1:
+            return finished(buffer)
+        averages = optimizer.averages_gradients
+        optimizer.frame.under_ddp.averaged |= averages
+        theirs = {i for i, p in enumerate(params) if id(p) in self._theirs}
+        wide = set(range(len(params))) if averages else theirs
+        wide = wide if self.others is None else wide - theirs
+        future = (
+            finished(buffer) if not wide else self._average_wide(bucket, None if len(wide) == len(params) else wide)
+        )
+        return future if self.others is None else self.others.average(bucket, theirs, future)
+
+    def _average_wide(self, bucket: dist.GradBucket, chosen: Collection[int] | None) -> torch.futures.Future[Tensor]:
+        """Average a bucket in float32, or of its gradients those that are chosen."""
+        assert self.optimizer is not None
+        ranks, buffer = self.optimizer.frame.ranks.transport, bucket.buffer()
+        parts = [buffer] if chosen is None else [bucket.gradients()[i] for i in sorted(chosen)]
+        flat = parts[0] if chosen is None else torch.cat([part.reshape(-1) for part in parts])
         # As ``flatten`` does: divided before the sum, in float32.
-        wide = buffer.float().mul_(1.0 / ranks.world_size)
+        wide = flat.float().mul_(1.0 / ranks.world_size)
         ranks.traffic.add(2 * wide.nbytes * (ranks.world_size - 1) // ranks.world_size)
         work = dist.all_reduce(in_flight(wide), group=_group(ranks), async_op=True)
-        averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+        def write(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            for part, mean in zip(parts, done.value()[0].split([part.numel() for part in parts]), strict=True):
+                part.copy_(mean.view_as(part))
+            return buffer
+
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(write)
         return averaged
 
     def detach(self) -> None:
@@ -160,9 +196,9 @@ class Handle:
         frame.under_ddp.averaged, frame.under_ddp.elsewhere = False, None
         self._finalizer()
         self.optimizer = None
-        if model is not None and (seat := _seat_of(model)) is not None:
-            seat.handle = None
-            vars(model).pop("join_hook", None)
+        Seat.leave(model)
+        if self.others is not None:
+            self.others.close()
         if speaks(frame):
             _say_what_is_owed(type(optimizer).__name__, optimizer.owed())
 
@@ -194,47 +230,6 @@ class Handle:
         return known[1]
 
 
-class _Seat:
-    """The state of DDP's hook, which DDP keeps for good: who is attached, if anybody."""
-
-    def __init__(self, model: DistributedDataParallel | None) -> None:
-        self.handle: Handle | None = None
-        self.model = None if model is None else weakref.ref(model)
-
-    @property
-    def averages_as_ddp(self) -> bool:
-        """Return whether the hook does what DDP does without one."""
-        return self.handle is None
-
-    def __deepcopy__(self, _: dict[int, Any]) -> _Seat:
-        """Return what a copy of the model has in its list: nobody is attached to it, and DDP has no hook there."""
-        return _Seat(None)
-
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Do what the optimizer wants with a bucket, or what DDP does by itself."""
-        if self.handle is not None and self.handle.optimizer is not None:
-            return self.handle.average(bucket)
-        model, buffer = None if self.model is None else self.model(), bucket.buffer()
-        assert model is not None  # whose hook this is
-        group = model.process_group
-        # As DDP: multiplied before the sum, in the gradients' own dtype.
-        work = dist.all_reduce(in_flight(buffer.mul_(1.0 / group.size())), group=group, async_op=True)
-        averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return averaged
-
-
-def _seat_of(model: DistributedDataParallel) -> _Seat | None:
-    seats = (state for _, state in model._comm_hooks if isinstance(state, _Seat))
-    return next((seat for seat in seats if seat.model is not None and seat.model() is model), None)
-
-
-class _NoJoin(JoinHook):
-    """Refuses ``join()`` on a rank that has no batch in it."""
-
-    def main_hook(self) -> None:
-        raise RuntimeError(_JOIN)
-
-
 def _end(hooks: list[RemovableHandle], under_ddp: UnderDdp) -> None:
     take_away(hooks)
     under_ddp.attached = False
@@ -253,29 +248,46 @@ def _refuse_others(handle: weakref.ref[Handle], stepping: torch.optim.Optimizer)
     )
 
 
-def _refuse_join(model: DistributedDataParallel, attached: weakref.ref[DistributedDataParallel]) -> None:
-    if not model._join_config.enable or model is not attached():  # but a copy
-        return
-    # Ranks without a batch are waiting for this, and then hear of it from ``_NoJoin``.
-    if (work := Join.notify_join_context(model)) is not None:
-        work.wait()
-    raise RuntimeError(_JOIN)
+def _parted(
+    optimizers: Sequence[Any],
+) -> tuple[DistributedOptimizer | None, list[torch.optim.Optimizer]]:
+    """Return the first of this package's, None if there is none, and all others."""
+    ours = next((each for each in optimizers if frame_of(each) is not None), None)
+    return ours, [each for each in optimizers if each is not ours]
 
 
-def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer, frame: Frame | None) -> None:
-    if frame is None:
-        raise TypeError(f"optimizer must be one of fusedonebit's, got {type(optimizer).__name__}")
-    if not isinstance(model, DistributedDataParallel):
+def _check(
+    model: DistributedDataParallel,
+    optimizers: Sequence[Any],
+    ours: DistributedOptimizer | None,
+    frame: Frame | None,
+    bits: int | None,
+    feedback: Feedback,
+) -> None:
+    if frame is None or ours is None:
+        got = ", ".join(type(each).__name__ for each in optimizers) or "none"
         raise TypeError(
-            f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
+            f"optimizer must be one of fusedonebit's, or a list with one, got {got}; "
+            "for others alone: fusedonebit.compress(model)"
         )
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a list of optimizers, got {type(each).__name__} in it")
+        if each is not ours and frame_of(each) is not None:
+            raise TypeError(
+                f"optimizer must have one of fusedonebit's, got {type(ours).__name__} and {type(each).__name__}; one "
+                "must have all parameters that are to be compressed so, in groups where these need different options"
+            )
     if frame.under_ddp.attached:
         raise RuntimeError(
-            f"this {type(optimizer).__name__} is attached already; call attach() once, before training, or first "
+            f"this {type(ours).__name__} is attached already; call attach() once, before training, or first "
             "detach() of the handle that it has returned"
         )
-    _check_ways_of_averaging(model)
-    _check_parameters(model, dict(zip(map(id, frame.parameters.owners), frame.parameters.names, strict=True)))
+    check_free(model)
+    if bits is not None:
+        check_form(bits, feedback)
+    owned = dict(zip(map(id, frame.parameters.owners), frame.parameters.names, strict=True))
+    _check_parameters(model, owned, [each for each in optimizers if each is not ours])
     averaged, compressed = dist.get_process_group_ranks(model.process_group), _ranks(frame.ranks.transport)
     if averaged != compressed:
         raise ValueError(
@@ -284,49 +296,32 @@ def _check(model: DistributedDataParallel, optimizer: DistributedOptimizer, fram
         )
 
 
-def _check_ways_of_averaging(model: DistributedDataParallel) -> None:
-    seat = _seat_of(model)
-    if seat is not None and seat.handle is not None:
-        raise RuntimeError(
-            f"{type(seat.handle.optimizer).__name__} is attached to this model already: one optimizer must have all of "
-            "its parameters, in groups where they need different options; or first call detach() of the handle that "
-            "attach() has returned"
-        )
-    if model.mixed_precision is not None:
-        raise RuntimeError(
-            f"mixed_precision must be None, got {model.mixed_precision}: DDP averages in a hook of its own then; use "
-            "torch.autocast, or parameters of 16 bits"
-        )
-    # Built-in hooks are in no list.
-    if seat is None and (named := model._get_ddp_logging_data().get("comm_hook")):
-        raise RuntimeError(
-            f"DDP must have no communication hook, got {named}: it keeps one for good, and the optimizer needs it; "
-            "wrap the model in DistributedDataParallel again without"
-        )
-    if any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()):
-        raise RuntimeError(
-            "parameters must have no optimizers that step in the backward pass, as torch's "
-            "_apply_optimizer_in_backward makes them: leave that out"
-        )
-    if model._join_config.enable:
-        raise RuntimeError(_JOIN)
-
-
-def _check_parameters(model: DistributedDataParallel, ours: Mapping[int, str]) -> None:
-    """Raise ValueError unless a model has just the parameters with these ids, whose names are ``ours``."""
+def _check_parameters(
+    model: DistributedDataParallel, ours: Mapping[int, str], others: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise ValueError unless a model has just the parameters with these ids, whose names are ``ours``, and others'."""
     named = list(model.module.named_parameters())
-    theirs = {id(p): f"{name} of model" for name, p in named if p.requires_grad}
+    known = {id(p): name for name, p in named}
+    wanted = {id(p): f"{name} of model" for name, p in named if p.requires_grad}
+    owned = dict(ours)
+    for each in others:
+        for p in (p for group in each.param_groups for p in group["params"]):
+            name = known.get(id(p), f"one of shape {tuple(p.shape)} of {type(each).__name__}")
+            if id(p) in owned:
+                raise ValueError(f"each parameter must be in one optimizer, but {name} is in {type(each).__name__} too")
+            if p.requires_grad:  # torch's own pass over those that have no gradient
+                owned[id(p)] = name
     if late := [name for name, p in named if id(p) in ours and not p.requires_grad]:
         raise ValueError(
             f"parameters must be frozen after attach(), or before the optimizer is made, but {late[0]} was between; "
             "DDP leaves out what is frozen when it is made, and ranks would train it apart once it is unfrozen. For "
             "layers that are unfrozen later: DDP(model, find_unused_parameters=True), attach(), then freeze"
         )
-    for key in (key for key in [*ours, *theirs] if key not in ours or key not in theirs):
+    for key in (key for key in [*owned, *wanted] if key not in owned or key not in wanted):
         raise ValueError(
-            f"optimizer and model must have the same parameters, but only one has {ours.get(key) or theirs[key]}; "
-            "make the optimizer from model.parameters(), in groups where parameters need different options: several "
-            "optimizers on one DDP model are not supported"
+            f"optimizer and model must have the same parameters, but only one has {owned.get(key) or wanted[key]}; "
+            "make the optimizer from model.parameters(), in groups where parameters need different options, or attach "
+            "all that train some: attach(model, [ours, theirs])"
         )
 
 

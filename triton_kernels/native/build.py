@@ -38,6 +38,7 @@ SOURCES = (
     "local_update.c",
     "local_step.c",
     "squares.c",
+    "quantise.c",
 )
 HERE = Path(__file__).parent
 

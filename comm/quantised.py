@@ -1,0 +1,268 @@
+"""Averages gradients at 8, 4 or 1 bits per element, for any optimizer: all-reduce, and reduce-scatter.
+
+    per rank  1. quantise the local tensors into W messages, one per chunk                      (quantise)
+              2. all_to_all: rank k gets every rank's chunk k
+    server k  3. average the chunk, quantise the mean into one message                          (requantise)
+              4. all_gather: every rank gets every chunk
+    per rank  5. write the mean into the tensors; where a message has a flag, NaN       (take_back, dequantise)
+
+A reduce-scatter ends behind 2: what arrives is added in float32, and quantised no more. What quantisation leaves is
+carried by whoever has left it, a worker or a server, if ``Format.feedback`` says in what.
+
+A message is one row of uint8: the header's eight words (``headers.Word``), a bit for each tensor of which the sender
+has no gradient, a bfloat16 scale for each block, levels; each part but the last padded to a multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import FlatLayout, dequantise, live_table, quantise, requantise, take_back
+from ..triton_kernels.codes import in_float32, keep_nearest
+from ..triton_kernels.headers import Flag, Word
+from ..triton_kernels.level_io import Levels
+from ..triton_kernels.nouns import Header, Places, Stored
+from ..triton_kernels.tables import tables_of
+from .absent import absence
+from .message import HEADER_BYTES, MAGIC, aligned, describe_mismatch, layout_word
+from .transport import Transport
+
+BLOCK_SIZES = {8: 256, 4: 256, 1: 1024}
+"""Elements that share a scale, by bits: scales are 0.8 %, 1.6 % and 1.6 % of a message."""
+FEEDBACK = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+"""What is left may be kept in."""
+
+
+class Format(NamedTuple):
+    """How gradients travel, and in what what is left of them is kept.
+
+    Attributes:
+        bits: 8, 4 or 1.
+        feedback: "fp32", "bf16" or "8bit"; None: nothing is kept, and levels are drawn so that their mean is right.
+    """
+
+    bits: int
+    feedback: str | None
+
+    @property
+    def block_size(self) -> int:
+        """Return how many elements share a scale."""
+        return BLOCK_SIZES[self.bits]
+
+    def room(self, numel: int, device: torch.device) -> Stored | None:
+        """Return room for what is left of so many elements, zeros; None without feedback."""
+        if self.feedback is None:
+            return None
+        numbers = torch.zeros(numel, dtype=FEEDBACK[self.feedback], device=device)
+        coded = numbers.dtype is torch.uint8
+        return Stored(numbers, numbers.new_zeros(numel // self.block_size) if coded else None)
+
+
+class Step(NamedTuple):
+    """What a rank knows of one exchange.
+
+    Attributes:
+        number: Counted alike on all ranks, an int32.
+        absent: Tensors of which this rank has no gradient.
+        unit: What the loss was multiplied with, float32 []; None: nothing.
+        abort: Whether this rank can't go on: all raise.
+    """
+
+    number: int
+    absent: tuple[int, ...] = ()
+    unit: Tensor | None = None
+    abort: bool = False
+
+
+class LevelMessages:
+    """Equally long messages in one buffer, with views of their parts.
+
+    Args:
+        count: How many.
+        layout: Of all that travels; a message has a chunk of it.
+        bits: Of a level.
+        device: Where they lie.
+
+    Attributes:
+        buffer: uint8 [count, bytes].
+        levels: Its parts, as ops take them.
+    """
+
+    def __init__(self, count: int, layout: FlatLayout, bits: int, device: torch.device) -> None:
+        blocks, absent = layout.blocks_per_chunk, -(-len(layout.sizes) // 8)
+        head = HEADER_BYTES + aligned(absent)
+        front = head + aligned(2 * blocks)
+        self.buffer = torch.zeros(count, front + layout.chunk_bytes * bits, dtype=torch.uint8, device=device)
+        words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
+        scales = self.buffer[:, head:front].view(torch.int16)[:, :blocks]
+        absent_bits = self.buffer[:, HEADER_BYTES : HEADER_BYTES + absent]
+        self.levels = Levels(self.buffer[:, front:], scales, words, absent_bits)
+        words[:, Word.MAGIC] = MAGIC
+        words[:, Word.LAYOUT] = layout_word(layout, bits, self.buffer.shape[1])
+
+
+class Exchange:
+    """What an all-reduce and a reduce-scatter have in common: a worker, which quantises and carries what is left.
+
+    Args:
+        layout: Of what travels; ``world_size`` is the transport's.
+        transport: Over which.
+        form: How.
+        device: Where all lies.
+
+    Attributes:
+        worker: What is left here; None without feedback.
+        flags: int32 [1], of the last exchange, equal on all ranks.
+    """
+
+    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
+        self.layout, self.transport, self.form, self.device = layout, transport, form, device
+        self._tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
+        self.places = Places.of(layout, self._tables.tensor, live_table(layout).to(device))
+        self.worker = form.room(layout.numel, device)
+        self.flags, self._found, self._ticket = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
+        self._digest = torch.zeros(1, dtype=torch.int64, device=device)
+        self._sent = LevelMessages(layout.world_size, layout, form.bits, device)
+        self._arrived = LevelMessages(layout.world_size, layout, form.bits, device)
+        self._kept_words = torch.zeros(layout.world_size, len(Word), dtype=torch.int32, device=device)
+        self._absent: tuple[int, ...] = ()
+
+    def _write(self, tensors: Sequence[Tensor], step: Step) -> None:
+        """Quantise what this rank has."""
+        if step.absent != self._absent:
+            self._sent.levels.absent.copy_(absence(self.layout, step.absent, self.device).bits)
+            self._absent = step.absent
+        header = self._header(step, int(Flag.ABORT) * step.abort)
+        seed, bits = self._seed(step), self.form.bits
+        message = self._sent.levels
+        quantise(tensors, self.places, self.worker, step.unit, message, header, self._ticket, self._digest, seed, bits)
+
+    def _header(self, step: Step, flags: int) -> Header:
+        return Header(step.number, None, False, 0, flags, self._found)
+
+    def _seed(self, step: Step) -> int:
+        """Return what this rank draws with: no other rank, and no other step, draws alike."""
+        return (step.number * self.layout.world_size + self.transport.rank) & 0x7FFFFFFF
+
+    @property
+    def _own_words(self) -> Tensor:
+        return self._sent.levels.words[0]
+
+    def _take_back(self, tensors: Sequence[Tensor], step: Step) -> None:
+        """Undo what ``_write`` has done to what is left, where a message has a flag."""
+        if self.worker is not None:
+            arrived, sent = self._arrived.levels, self._sent.levels
+            seed, bits = self._seed(step), self.form.bits
+            take_back(arrived, self._own_words, tensors, self.places, self.worker, step.unit, sent, seed, bits)
+
+    def owe(self, pieces: Sequence[Tensor | None]) -> None:
+        """Take over what was left of each tensor elsewhere, as this worker's; None: nothing."""
+        if self.worker is None:
+            return
+        flat = in_float32(*self.worker).clone()
+        for own, piece in zip(self.layout.cut(flat), pieces, strict=True):
+            if piece is not None:
+                own += piece
+        keep_nearest(flat, *self.worker)
+
+    def describe(self) -> str:
+        """Say why the flags of the last exchange are what they are; reads from the device."""
+        flags, words = int(self.flags), self._kept_words.cpu()
+        if flags & Flag.MISMATCH:
+            return f"ranks differ: {describe_mismatch(words)}"
+        failed = [str(rank) for rank, told in enumerate(words[:, Word.FLAGS].tolist()) if told & Flag.ABORT]
+        return f"rank {', '.join(failed)} could not go on" if failed else "another rank could not go on"
+
+
+class QuantisedAllReduce(Exchange):
+    """Averages tensors over all ranks, in place, with the same bits on all.
+
+    Stand-alone use, on tensors that keep their sizes::
+
+        average = QuantisedAllReduce(FlatLayout(sizes, world_size, form.block_size), transport, form, device)
+        average(tensors, Step(number))
+
+    Args:
+        layout, transport, form, device: As for a reduce-scatter: the flat index space with a chunk for each rank.
+
+    Attributes:
+        server: What is left of the chunk which this rank serves; None without feedback.
+    """
+
+    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
+        super().__init__(layout, transport, form, device)
+        self.server = form.room(layout.chunk_numel, device)
+        rank = transport.rank
+        self._chunk = self.places.at(slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk))
+        self._served = LevelMessages(1, layout, form.bits, device)
+        self._agreed = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __call__(self, tensors: Sequence[Tensor], step: Step) -> None:
+        """Average; every rank calls it. Where one has a gradient that is not finite all tensors become NaN.
+
+        Raises:
+            CollectiveError: if a collective failed; what is left is then lost.
+        """
+        self._write(tensors, step)
+        self.transport.all_to_all(self._arrived.buffer, self._sent.buffer)
+        header, seed, bits = self._header(step, 0), self._seed(step), self.form.bits
+        requantise(
+            *(self._arrived.levels, self._own_words, self._chunk, self.server, step.unit, self._served.levels),
+            *(header, self._agreed, self._kept_words, seed, bits),
+        )
+        self.transport.all_gather(self._arrived.buffer, self._served.buffer)
+        self._take_back(tensors, step)
+        dequantise(
+            *(self._arrived.levels, self._own_words, tensors, self.places, 1.0),
+            *(self.flags, self._kept_words, self._digest, False, bits),
+        )
+
+    def owed(self) -> list[Tensor]:
+        """Return what is left of each tensor, by this rank and the server on it: float32 [size], a copy.
+
+        The sum over ranks, over their number, is what the mean lacks. A server's counts as often as there are ranks.
+        """
+        return owed(self.layout, self.transport.rank, self.worker, self.server)
+
+
+class QuantisedReduceScatter(Exchange):
+    """Sums tensors over all ranks, of which each gets one.
+
+    Args:
+        layout: W tensors of one size each, with a chunk for each rank.
+        transport, form, device: As for an all-reduce.
+    """
+
+    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
+        super().__init__(layout, transport, form, device)
+        self._own_layout = FlatLayout(layout.sizes[:1], 1, layout.block_size)
+        self._own_tables = tables_of(self._own_layout, device)
+        self._own = Places.of(self._own_layout, self._own_tables.tensor, live_table(self._own_layout).to(device))
+
+    def __call__(self, received: Tensor, tensors: Sequence[Tensor], step: Step, factor: float) -> None:
+        """Write the sum over ranks of ``tensors[rank]``, times a factor, to ``received``; every rank calls it.
+
+        Raises:
+            CollectiveError: if a collective failed; what is left is then lost.
+        """
+        self._write(tensors, step)
+        self.transport.all_to_all(self._arrived.buffer, self._sent.buffer)
+        self._take_back(tensors, step)
+        dequantise(
+            *(self._arrived.levels, self._own_words, [received], self._own, factor),
+            *(self.flags, self._kept_words, self._digest, True, self.form.bits),
+        )
+
+
+def owed(layout: FlatLayout, rank: int, worker: Stored | None, server: Stored | None) -> list[Tensor]:
+    """Return what ``QuantisedAllReduce.owed`` does, of the state of any rank of a layout."""
+    if worker is None:
+        return []
+    flat = in_float32(*worker).clone()
+    if server is not None:
+        flat[rank * layout.chunk_numel :][: layout.chunk_numel] += layout.world_size * in_float32(*server)
+    return layout.cut(flat)

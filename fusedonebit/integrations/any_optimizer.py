@@ -1,0 +1,134 @@
+"""Compression for any optimizer, in one line."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..comm import agree, make_transport
+from ..core.consensus import failure
+from ..core.first_contact import LOGGER
+from ..core.residuals import Feedback, check_form
+from .bucket_averages import BucketAverages
+from .seat import Seat, check_free
+
+if TYPE_CHECKING:
+    from .fsdp_compression import FsdpCompression
+
+
+def compress(
+    model: nn.Module,
+    bits: int = 4,
+    *,
+    feedback: Feedback = "default",
+    scaler: torch.amp.GradScaler | None = None,
+    replicas: dist.ProcessGroup | None = None,
+) -> DdpCompression | FsdpCompression:
+    """Send the gradients of a model in DDP or FSDP2 at 8, 4 or 1 bits per element, whatever optimizer follows.
+
+    ::
+
+        compression = fusedonebit.compress(model, bits=4)
+
+    In DDP buckets are averaged during the backward pass, as DDP does, by two collectives on packed bytes each; all
+    ranks get the same bits. In FSDP2 each reduce-scatter is one collective, and what arrives is added in float32. What
+    quantisation leaves of a parameter's gradient is kept, and sent the next time. Clipping and GradScaler come after
+    that, as ever. A gradient that is not finite becomes NaN on all ranks, with all that travels with it, whose
+    residuals stay as they were. Call it on every rank, before the first backward pass.
+
+    At one bit any optimizer gets gradients that are signs and errors of former steps: Adam's variance is made of those.
+    OneBitAdam and its kin, which compress what they have made of gradients, lose far less; see the page on compression.
+
+    Args:
+        model: In ``DistributedDataParallel``, without ``mixed_precision`` or a communication hook, or
+            ``fully_shard``'ed over a mesh of one dimension.
+        bits: 8, 4 or 1, of each element; a block of 256, or of 1024 at one bit, has a scale of 16.
+        feedback: In what residuals are kept, by each worker and, a share of W, by each server: "fp32", "bf16", or
+            "8bit". None: nothing is kept, and rounding is stochastic; not at one bit. The default is "bf16" in DDP; in
+            FSDP2, where residuals are of unsharded gradients, it is None, or "bf16" at one bit.
+        scaler: The GradScaler that is used, if one is: residuals are then of unscaled gradients, so that they hold when
+            its scale changes.
+        replicas: Of FSDP2's shards, the ranks that have the same: these average what they have received, in as many
+            bits.
+
+    Returns:
+        What ``detach()`` ends; ``fusedonebit.dcp.save(..., compression=it)`` saves it.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: on every rank, for arguments that are none of these, or differ between
+            ranks, and where gradients are averaged in another way already; nothing was changed.
+    """
+    error = failure(lambda: _check(model, bits, feedback, scaler, replicas))
+    params = list(model.parameters()) if isinstance(model, nn.Module) else []
+    device = params[0].device if params else torch.device("cpu")
+    facts = [("bits of compress()", str(bits)), ("feedback of compress()", str(feedback))]
+    facts += [("whether compress() has a scaler", str(scaler is not None))]
+    ranks = make_transport(getattr(model, "process_group", None), device)
+    agree(ranks, facts, device, error, "call compress() alike on every rank")
+    made: DdpCompression | FsdpCompression
+    if isinstance(model, DistributedDataParallel):
+        made = DdpCompression(model, bits, feedback, scaler)
+    else:
+        from .fsdp_compression import FsdpCompression
+
+        sharded: Any = model  # a module, and FSDP2's as well
+        made = FsdpCompression(sharded, replicas, bits, feedback, scaler)
+    if ranks.rank == 0:
+        LOGGER.info("%r", made)
+    return made
+
+
+class DdpCompression(BucketAverages):
+    """Averages all of a DDP model's gradients; ``fusedonebit.compress`` makes it, ``detach`` ends it.
+
+    The model keeps it.
+    """
+
+    name = "compress()"
+    averages_as_ddp = True
+
+    def __init__(
+        self, model: DistributedDataParallel, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        super().__init__(model, model.module.named_parameters(), bits, feedback, scaler)
+        self._model = weakref.ref(model)
+        Seat.take(model, self)
+
+    def detach(self) -> None:
+        """Let DDP average as it does without a hook; what is left is lost. Call it on every rank, between two steps.
+
+        A second call does nothing.
+        """
+        model = self._model()
+        if model is not None and (seat := Seat.of(model)) is not None and seat.taken_by is self:
+            Seat.leave(model)
+            self.close()
+
+
+def _check(model: Any, bits: Any, feedback: Any, scaler: Any, replicas: Any) -> None:
+    check_form(bits, feedback)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        check_free(model)
+        if replicas is not None:
+            raise ValueError("replicas must be None for a model in DistributedDataParallel, whose ranks are all alike")
+    else:
+        from torch.distributed.fsdp import FSDPModule
+
+        from .fsdp_compression import check_sharded
+
+        if not isinstance(model, FSDPModule):
+            raise TypeError(
+                f"model must be in DistributedDataParallel or fully_shard()ed, got {type(model).__name__}; compress "
+                "first, compile then"
+            )
+        check_sharded(model, replicas, feedback)
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"parameters must be float32, bfloat16 or float16, got {p.dtype} of {name}")

@@ -1,0 +1,245 @@
+"""Averages DDP's buckets at 8, 4 or 1 bits while the backward pass goes on; what is left belongs to parameters.
+
+A bucket's exchange runs in the background, as DDP's own would: on CUDA on a stream, on a CPU in a thread, over a
+process group of its own. DDP puts parameters into other buckets after its first pass, and another run may have other
+ones: then what exchanges have left moves to those that take their place, each server's to the worker beside it. A run
+that goes on from a checkpoint has DDP's first buckets once more: that pass waits for all gradients, and averages in the
+buckets that were saved.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..comm import CollectiveError, Format, QuantisedAllReduce, Step, TorchTransport, make_transport
+from ..comm.quantised import FEEDBACK, owed
+from ..core.arrivals import Arrivals, after_backward, take_away
+from ..core.background import Background
+from ..core.residuals import Feedback, Residuals, fill, named, pieces, stored_in
+from ..triton_kernels import FlatLayout
+
+Done = torch.futures.Future[Tensor]
+
+
+def finished(buffer: Tensor) -> Done:
+    """Return the future of a bucket that is left as it is."""
+    done: Done = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+@dataclass
+class Pass:
+    """One backward pass that averages.
+
+    Attributes:
+        step: What this rank tells in it.
+        exchanges: That ran in it.
+        waiting: Gradients by name of buckets that wait for the last, and what DDP waits for.
+    """
+
+    step: Step
+    exchanges: list[QuantisedAllReduce] = field(default_factory=list)
+    waiting: list[tuple[dict[str, Tensor], Done, Tensor]] = field(default_factory=list)
+
+
+class BucketAverages(Arrivals, Residuals):
+    """Averages what DDP's buckets have of some parameters.
+
+    Args:
+        model: In DDP.
+        params: Their names and themselves; what is not trained is left out.
+        bits, feedback, scaler: As of ``compress``.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        params: Iterable[tuple[str, nn.Parameter]],
+        bits: int,
+        feedback: Feedback,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        trained = {name: p for name, p in params if p.requires_grad}
+        device = next(iter(trained.values()), torch.empty(0)).device
+        ranks = make_transport(model.process_group, device)
+        threaded = isinstance(ranks, TorchTransport)
+        form = Format(bits, "bf16" if feedback == "default" else feedback)
+        super().__init__(form, ranks.apart() if isinstance(ranks, TorchTransport) else ranks, device, scaler)
+        self._background = Background(device, threaded)
+        self._names = {id(p): name for name, p in trained.items()}
+        self._sizes = {name: p.numel() for name, p in trained.items()}
+        self._exchanges: dict[tuple[str, ...], QuantisedAllReduce] = {}
+        self._left: dict[str, Tensor] = {}  # what moves to the next exchange of a parameter
+        self._pass: Pass | None = None
+        self._resumed, self._used = False, set[int]()
+        self._finds_unused = bool(model.find_unused_parameters or model.static_graph)
+        self._handles = self.watch(trained.values()) if self._finds_unused else []
+
+    def close(self) -> None:
+        """Take the hooks away, and end the thread."""
+        take_away(self._handles)
+        self._background.close()
+
+    # ------------------------------------------------------------ a pass
+
+    def arrived(self, i: int) -> None:
+        """Take note that a parameter was used."""
+        self._used.add(i)
+
+    def average(
+        self, bucket: dist.GradBucket, chosen: Collection[int] | None = None, first: Done | None = None
+    ) -> Done:
+        """Start to average a bucket's gradients in place, or those that are ``chosen``.
+
+        Args:
+            bucket: The next.
+            chosen: Places in it; None: all.
+            first: What the future that is returned has to wait for besides.
+        """
+        if self.ranks.world_size == 1:
+            return finished(bucket.buffer())
+        this = self._begun()
+        params, gradients = bucket.parameters(), bucket.gradients()
+        places = range(len(params)) if chosen is None else sorted(chosen)
+        own = {self._names[id(params[i])]: gradients[i] for i in places}
+        done: Done = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
+        this.waiting.append((own, done, bucket.buffer()))
+        if not self._defers(own):
+            self._start([tuple(own)] if own else [])
+        if bucket.is_last():
+            if self._resumed:
+                self._start(list(self._exchanges))
+            self._resumed = False
+            after_backward(weakref.WeakMethod(self._end))
+        return done if first is None else torch.futures.collect_all([first, done]).then(lambda _: done.value())
+
+    def _begun(self) -> Pass:
+        """Return the pass that goes on; in its first bucket begin one."""
+        if self._pass is None:
+            self.raise_what_was_told()
+            self.number = (self.number + 1) & 0x7FFFFFFF
+            self._pass = Pass(Step(self.number, unit=self.unit))
+        return self._pass
+
+    def _defers(self, own: Mapping[str, Tensor]) -> bool:
+        """Tell whether a bucket must wait for others: the first pass after a load has not those that were saved."""
+        self._resumed &= tuple(own) not in self._exchanges
+        return self._resumed
+
+    def _start(self, groups: Sequence[tuple[str, ...]]) -> None:
+        """Let groups of parameters be averaged in the background, whose gradients wait; then what waits is done."""
+        this = self._pass
+        assert this is not None
+        waiting, this.waiting = this.waiting, []
+        gradients = {name: g for own, _, _ in waiting for name, g in own.items()}
+        jobs = []
+        for group in groups:
+            exchange = self._exchange(group)
+            step = this.step._replace(absent=self._unused(group))
+            jobs.append((exchange, [gradients[name] for name in group], step))
+            this.exchanges.append(exchange)
+
+        def run() -> None:
+            try:
+                for exchange, tensors, step in jobs:
+                    exchange(tensors, step)
+            finally:  # DDP waits, whatever has happened: ``_end`` raises
+                for _, done, buffer in waiting:
+                    done.set_result(buffer)
+
+        self._background.run(run, gradients)
+
+    def _exchange(self, group: tuple[str, ...]) -> QuantisedAllReduce:
+        """Return what averages a group; where it is new it takes over what others have left of its parameters."""
+        if group not in self._exchanges:
+            for other in [other for other in self._exchanges if not set(other).isdisjoint(group)]:
+                pieces(self._left, zip(other, self._exchanges.pop(other).owed(), strict=False))
+            self._exchanges[group] = exchange = self._made(group)
+            exchange.owe([self._left.pop(name, None) for name in group])
+        return self._exchanges[group]
+
+    def _unused(self, group: Sequence[str]) -> tuple[int, ...]:
+        """Return the places of those that this rank has not used since gradients were averaged last."""
+        if not self._finds_unused:
+            return ()
+        numbers = {name: i for i, name in enumerate(self._sizes)}
+        return tuple(i for i, name in enumerate(group) if numbers[name] not in self._used)
+
+    def _made(self, group: Sequence[str]) -> QuantisedAllReduce:
+        return QuantisedAllReduce(
+            self._layout(group, self.ranks.world_size, self.form), self.ranks, self.form, self.device
+        )
+
+    def _layout(self, group: Sequence[str], world_size: int, form: Format) -> FlatLayout:
+        return FlatLayout(tuple(self._sizes[name] for name in group), world_size, form.block_size)
+
+    def _end(self) -> None:
+        """End a pass: DDP has all buckets. Raise what has gone wrong in it, or, on CUDA, before the next."""
+        this, self._pass = self._pass, None
+        self._used.clear()
+        if errors := self._background.join():
+            self._exchanges.clear()
+            first = errors[0]
+            raise first if isinstance(first, CollectiveError) else CollectiveError(f"a bucket was lost: {first!r}")
+        for exchange in [] if this is None else this.exchanges:
+            self.note(exchange)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def facts(self) -> dict[str, Any]:
+        """Return which parameters were averaged together, and of which something waits for that."""
+        return {"groups": [list(group) for group in self._exchanges], "left": sorted(self._left)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        self._background.wait()
+        found = dict(self._left)
+        for number, each in enumerate(self._exchanges.values()):
+            found |= named(str(number), {"worker": each.worker, "server": each.server})
+        return found
+
+    def room_for(self, about: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+        wanted = {name for group in about["groups"] for name in group} | set(about["left"])
+        if unknown := sorted(wanted - set(self._sizes)):
+            raise ValueError(f"compression of another model: it has {unknown[0]}, of which this model has no parameter")
+        form, found = (
+            Format(*about["form"]),
+            {n: torch.zeros(self._sizes[n], device=self.device) for n in about["left"]},
+        )
+        for number, group in enumerate(about["groups"]):
+            layout = self._layout(group, about["world_size"], form)
+            sizes = {"worker": layout.numel, "server": layout.chunk_numel}
+            found |= named(str(number), {side: form.room(size, self.device) for side, size in sizes.items()})
+        return found
+
+    def take(self, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        self._resumed = True
+        for number, group in enumerate(about["groups"]):
+            each = self._exchanges[tuple(group)] = self._made(group)
+            fill({"worker": each.worker, "server": each.server}, state, str(number))
+        pieces(self._left, ((name, state[name]) for name in about["left"]))
+
+    def add(self, about: Mapping[str, Any], rank: int, state: Mapping[str, Tensor], share: float) -> None:
+        for number, group in enumerate(about["groups"]):
+            layout = self._layout(group, about["world_size"], Format(*about["form"]))
+            sides = (stored_in(state, f"{number}.{side}") for side in ("worker", "server"))
+            pieces(self._left, zip(group, owed(layout, rank, *sides), strict=False), share)
+        pieces(self._left, ((name, state[name]) for name in about["left"]), share)
+
+    def forget(self) -> None:
+        self._exchanges, self._left, self._resumed = {}, {}, False
+
+    def bytes_kept(self) -> int:
+        """Return the bytes of what is left, workers' and servers', of this rank."""
+        size, block = FEEDBACK[self.form.feedback].itemsize if self.form.feedback else 0, self.form.block_size
+        numel = sum(math.ceil(n / block) * block for n in self._sizes.values())
+        return int(numel * size * (1 + 1 / self.ranks.world_size))

@@ -1,0 +1,316 @@
+"""FSDP2's reduce-scatter at 8, 4 or 1 bits: one all-to-all of packed messages, summed in float32 where they arrive.
+
+FSDP2 hands over a flat tensor for each of its groups of parameters: a row for each rank, and in it the rank's part of
+each gradient, padded to equal lengths. Residuals, if asked for, are of that tensor, which is of the unsharded
+gradients. Replicas of the shards, if there are any, average what they have received by an all-reduce as DDP's.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, make_transport
+from ..comm.quantised import FEEDBACK, owed
+from ..core.residuals import Feedback, Residuals, fill, named, stored_in
+from ..triton_kernels import FlatLayout
+
+
+class Rows:
+    """Lies between the parameters of a group and its flat tensor.
+
+    Args:
+        shapes: Of the parameters, unsharded.
+        ranks: How many rows.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int) -> None:
+        self.shapes, self.ranks = [tuple(shape) for shape in shapes], ranks
+        # Of each parameter, how many of its rows a rank has, padding included, and how many elements a row has.
+        self._parts = [(math.ceil(shape[0] / ranks), math.prod(shape[1:])) for shape in self.shapes]
+        self.length = sum(rows * width for rows, width in self._parts)
+
+    def layout(self, block_size: int) -> FlatLayout:
+        """Return that of messages: a tensor for each rank."""
+        return FlatLayout((self.length,) * self.ranks, self.ranks, block_size)
+
+    def split(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters' own of a flat tensor's rows, of each a copy."""
+        flat, found, at = torch.stack(list(rows)), [], 0
+        for shape, (count, width) in zip(self.shapes, self._parts, strict=True):
+            whole = flat[:, at : at + count * width].reshape(self.ranks * count, width)
+            found.append(whole[: shape[0]].reshape(shape))
+            at += count * width
+        return found
+
+    def join(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Undo ``split``: zeros are padding."""
+        parts = []
+        for x, shape, (count, width) in zip(params, self.shapes, self._parts, strict=True):
+            padded = x.new_zeros(self.ranks * count, width)
+            padded[: shape[0]] = x.reshape(shape[0], width)
+            parts.append(padded.view(self.ranks, count * width))
+        return list(torch.cat(parts, 1))
+
+
+class Scatter:
+    """What FSDP2 calls for a group of parameters, in place of its reduce-scatter.
+
+    Args:
+        compression: Whose; the model keeps it.
+        group: What FSDP2 knows of the parameters.
+        names: Of those that are trained.
+
+    Attributes:
+        rows: Where they lie in FSDP2's flat tensor.
+        sums: The exchanges that send it, by the length of its rows.
+        means: Those over replicas, by the length of what is averaged.
+        factor: What sums are multiplied with.
+    """
+
+    def __init__(self, compression: FsdpCompression, group: Any, names: Sequence[str]) -> None:
+        self._compression, self.names, self.factor = weakref.proxy(compression), list(names), 1.0
+        self.ranks = make_transport(group._reduce_scatter_process_group, compression.device)
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        self.rows = Rows([tuple(p._orig_size) for p in trained], self.ranks.world_size)
+        self.sums: dict[int, QuantisedReduceScatter] = {}
+        self.means: dict[int, QuantisedAllReduce] = {}
+        if compression.form.feedback is not None:  # its bytes are known from the start
+            self.sums[self.rows.length] = self._sum(self.rows.length)
+            if compression.replicas is not None:
+                self.means[self.rows.length] = self._mean(self.rows.length)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory, as FSDP2 asks for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Do it on the current stream; see torch's ``ReduceScatter``."""
+        compression, rows = self._compression, list(input_tensor.view(self.ranks.world_size, -1))
+        length = len(rows[0])
+        if compression.form.feedback is not None and length != self.rows.length:
+            raise RuntimeError(
+                f"gradients are missing in the group of {self.names[0]}, and FSDP2 does not tell which: with feedback "
+                "call model.set_reduce_scatter_unused_params(True), so that it sends zeros for them"
+            )
+        if length not in self.sums:
+            self.sums[length] = self._sum(length)
+        self.factor = factor_of(op, len(rows))
+        compression.run(self.sums[length], lambda step: self.sums[length](output_tensor, rows, step, self.factor))
+
+    def average(self, shard: Tensor) -> None:
+        """Average what this rank has received over the replicas, in place."""
+        length = shard.numel()
+        if length not in self.means:
+            self.means[length] = self._mean(length)
+        self._compression.run(self.means[length], lambda step: self.means[length]([shard], step))
+
+    def _sum(self, length: int) -> QuantisedReduceScatter:
+        form, ranks = self._compression.form, self.ranks.world_size
+        layout = FlatLayout((length,) * ranks, ranks, form.block_size)
+        return QuantisedReduceScatter(layout, self.ranks, form, self._compression.device)
+
+    def _mean(self, length: int) -> QuantisedAllReduce:
+        form, replicas = self._compression.form, self._compression.replicas
+        assert replicas is not None  # or FSDP2 has no hook
+        layout = FlatLayout((length,), replicas.world_size, form.block_size)
+        return QuantisedAllReduce(layout, replicas, form, self._compression.device)
+
+
+def factor_of(op: Any, ranks: int) -> float:
+    """Return what a sum is multiplied with; ValueError for what is no sum."""
+    plain = isinstance(op, dist.ReduceOp.RedOpType)
+    kind, factor = (op, None) if plain else op.__getstate__()
+    if kind == dist.ReduceOp.AVG:
+        return 1.0 / ranks
+    if kind == dist.ReduceOp.SUM:
+        return 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
+        return factor
+    raise ValueError(f"the reduce-scatter's op must be AVG, SUM or PREMUL_SUM by a number, got {op}")
+
+
+class FsdpCompression(Residuals):
+    """Sends the gradients of all of an FSDP2 model's groups; ``fusedonebit.compress`` makes it, ``detach`` ends it.
+
+    The model keeps it.
+
+    Args:
+        model: The root, sharded.
+        replicas: The ranks that have the same shards; None: there are none.
+        bits, feedback, scaler: As of ``compress``.
+    """
+
+    name = "compress()"
+
+    def __init__(
+        self,
+        model: FSDPModule,
+        replicas: dist.ProcessGroup | None,
+        bits: int,
+        feedback: Feedback,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        device = next(model.parameters()).device  # type: ignore[attr-defined]  # it is a module as well
+        form = Format(bits, ("bf16" if bits == 1 else None) if feedback == "default" else feedback)
+        super().__init__(form, make_transport(None, device), device, scaler)
+        self.replicas = None if replicas is None else make_transport(replicas, device)
+        self._modules, self.scatters = weakref.WeakSet[Any](), list[Scatter]()
+        self._before: list[tuple[Any, Any]] = []
+        known = {id(p): name for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+        stream = torch.cuda.Stream(device) if replicas is not None and device.type == "cuda" else None
+        for module, group in groups_of(model):
+            names = [known[id(p.sharded_param)] for p in group.fsdp_params if p.sharded_param.requires_grad]
+            if not names:
+                continue
+            scatter = Scatter(self, group, names)
+            self.scatters.append(scatter)
+            self._before.append((weakref.ref(group), group._reduce_scatter_comm))
+            module.set_custom_reduce_scatter(scatter)
+            if replicas is not None:
+                module.set_all_reduce_hook(scatter.average, stream=stream)
+        vars(model)["_fusedonebit_compression"] = self
+
+    def run(self, exchange: Any, call: Any) -> None:
+        """Make an exchange of what is next in a backward pass."""
+        self.raise_what_was_told(exchange)
+        self.number = (self.number + 1) & 0x7FFFFFFF
+        call(Step(self.number, unit=self.unit))
+        self.note(exchange)
+
+    def detach(self) -> None:
+        """Let FSDP2 send gradients as ever; what is left is lost. Call it on every rank, between two steps."""
+        for group, before in self._before:
+            if (found := group()) is not None:
+                found._reduce_scatter_comm, found._all_reduce_hook = before, None
+                found._all_reduce_hook_stream = None
+        self._before, self.scatters = [], []
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _places(self) -> dict[str, Tensor]:
+        """Return which of the shards, and of the replicas, this rank has."""
+        shard = self.scatters[0].ranks.rank if self.scatters else 0
+        places = {"shard": shard, "replica": 0 if self.replicas is None else self.replicas.rank}
+        return {name: torch.tensor(place) for name, place in places.items()}
+
+    def facts(self) -> dict[str, Any]:
+        shards = self.scatters[0].ranks.world_size if self.scatters else 1
+        groups = [[each.names, each.rows.shapes, each.factor] for each in self.scatters]
+        return {
+            "groups": groups,
+            "shards": shards,
+            "replicas": 0 if self.replicas is None else self.replicas.world_size,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = self._places()
+        for number, scatter in enumerate(self.scatters):
+            found |= named(str(number), _sides(scatter))
+        return found
+
+    def room_for(self, about: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+        given = [names for names, *_ in about["groups"]]
+        if given != [each.names for each in self.scatters]:
+            raise ValueError(
+                f"compression of another model, or one that is sharded by other modules: it has {len(given)} groups, "
+                f"this model {len(self.scatters)}, or others' parameters are in them"
+            )
+        form, found = Format(*about["form"]), self._places()
+        for number, (_, shapes, _) in enumerate(about["groups"]):
+            for side, size in _sizes(about, shapes).items():
+                found |= named(str(number), {side: form.room(size, self.device)})
+        return found
+
+    def take(self, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        if [about["shards"], about["replicas"]] != [self.facts()["shards"], self.facts()["replicas"]]:
+            self.add(about, self.ranks.rank, state, 1.0)
+            return
+        for number, ((*_, factor), scatter) in enumerate(zip(about["groups"], self.scatters, strict=True)):
+            scatter.factor = factor
+            fill(_sides(scatter), state, str(number))
+
+    def add(self, about: Mapping[str, Any], rank: int, state: Mapping[str, Tensor], share: float) -> None:
+        shard, replica = int(state["shard"]), int(state["replica"])
+        for number, ((_, shapes, factor), scatter) in enumerate(zip(about["groups"], self.scatters, strict=True)):
+            then, scatter.factor = Rows(shapes, about["shards"]), factor
+            sides = {side: stored_in(state, f"{number}.{side}") for side in ("worker", "mean", "server")}
+            block = Format(*about["form"]).block_size
+            rows = owed(then.layout(block), 0, sides["worker"], None)
+            if not rows:
+                continue
+            if about["replicas"]:  # what a mean over replicas lacks, this worker lacks of its own row
+                layout = FlatLayout((then.length,), about["replicas"], block)
+                rows[shard] += owed(layout, replica, sides["mean"], sides["server"])[0] / factor
+            for exchange in scatter.sums.values():
+                exchange.owe([row * share for row in scatter.rows.join(then.split(rows))])
+
+    def forget(self) -> None:
+        for scatter in self.scatters:
+            for of in _sides(scatter).values():
+                for x in of or ():
+                    if x is not None:
+                        x.zero_()
+
+    def bytes_kept(self) -> int:
+        """Return the bytes of what is left on this rank."""
+        if self.form.feedback is None:
+            return 0
+        each = FEEDBACK[self.form.feedback].itemsize
+        numel = sum(s.numbers.numel() for scatter in self.scatters for s in _sides(scatter).values() if s)
+        return int(numel * each)
+
+
+def _sides(scatter: Scatter) -> dict[str, Any]:
+    """Return what is left by the worker of a group, and by worker and server of its replicas' mean."""
+    worker = next((each.worker for each in scatter.sums.values()), None)
+    mean = next(iter(scatter.means.values()), None)
+    return {"worker": worker} | ({} if mean is None else {"mean": mean.worker, "server": mean.server})
+
+
+def _sizes(about: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Return the elements of ``_sides``, of a state that was saved."""
+    rows, block = Rows(shapes, about["shards"]), Format(*about["form"]).block_size
+    sizes = {"worker": rows.layout(block).numel}
+    if about["replicas"]:
+        mean = FlatLayout((rows.length,), about["replicas"], block)
+        sizes |= {"mean": mean.numel, "server": mean.chunk_numel}
+    return sizes
+
+
+def groups_of(model: nn.Module | FSDPModule) -> list[tuple[Any, Any]]:
+    """Return the modules of a model that are sharded, with what FSDP2 knows of the parameters of each."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]  # type: ignore[union-attr]
+    states = [(module, module._get_fsdp_state()._fsdp_param_group) for module in modules]
+    return [(module, group) for module, group in states if group is not None]
+
+
+def check_sharded(model: FSDPModule, replicas: Any, feedback: Feedback) -> None:
+    """Raise unless an FSDP2 model's gradients can be compressed."""
+    found = groups_of(model)
+    if not found:
+        raise ValueError("model must have parameters that are sharded, got none: call fully_shard() before compress()")
+    for _, group in found:
+        if group._all_reduce_hook is not None or type(group._reduce_scatter_comm).__name__ == "Scatter":
+            raise RuntimeError("model is compressed already, or has an all-reduce hook: call detach() of that first")
+        if group.mesh_info.replicate_mesh_dim is not None:
+            raise ValueError(
+                "model must be sharded over a mesh of one dimension, got one of two: torch all-reduces over replicas "
+                "before anybody could compress that; call fully_shard(mesh=mesh['shard']), and "
+                "compress(model, replicas=mesh['replicate'].get_group())"
+            )
+        if feedback not in (None, "default") and any(p.fsdp_placement.dim for p in group.fsdp_params):
+            raise ValueError(
+                "feedback must be None where parameters are sharded along another dimension than the first"
+            )
+    if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
+        raise TypeError(f"replicas must be a torch.distributed group, got {type(replicas).__name__}")

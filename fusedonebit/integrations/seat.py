@@ -1,0 +1,147 @@
+"""DDP's one communication hook, which it keeps for good: whoever averages gradients takes it, and gives it back."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.transport import in_flight
+from ..core.arrivals import take_away
+
+JOIN = (
+    "join() can't be used with a model to which fusedonebit is attached: ranks whose data has ended would have to "
+    "compress as well; give all ranks equally many batches, or call detach() of what fusedonebit.ddp.attach() or "
+    "compress() has returned. Torch leaves a join on when its block ends: `with model.join(enable=False): pass` ends it"
+)
+
+
+class Averager(Protocol):
+    """Decides what becomes of DDP's buckets."""
+
+    name: str
+    """What it is called in errors."""
+    averages_as_ddp: bool
+    """Whether gradients are averages afterwards, whatever the step."""
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Start to do it; return the future of the bucket's buffer."""
+
+
+class Seat:
+    """The state of DDP's hook: who has it, if anybody.
+
+    Args:
+        model: Whose; None in a copy of the model, where DDP has no hook.
+
+    Attributes:
+        taken_by: Who decides what is done with buckets; None: nobody, and they are averaged as DDP does.
+        hooks: Of the model, while somebody has it.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None) -> None:
+        self.taken_by: Averager | None = None
+        self.model = None if model is None else weakref.ref(model)
+        self.hooks: list[RemovableHandle] = []
+
+    @property
+    def averages_as_ddp(self) -> bool:
+        """Return whether the hook does what DDP does without one."""
+        return self.taken_by is None or self.taken_by.averages_as_ddp
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Seat:
+        """Return what a copy of the model has in its list: nobody is attached to it, and DDP has no hook there."""
+        return Seat(None)
+
+    @staticmethod
+    def of(model: DistributedDataParallel) -> Seat | None:
+        """Return a model's; None if it has none yet."""
+        seats = (state for _, state in model._comm_hooks if isinstance(state, Seat))
+        return next((seat for seat in seats if seat.model is not None and seat.model() is model), None)
+
+    @staticmethod
+    def take(model: DistributedDataParallel, averager: Averager) -> None:
+        """Let somebody have a model's, until ``leave``; ``join()`` raises meanwhile."""
+        seat = Seat.of(model)
+        if seat is None:
+            seat = Seat(model)
+            # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
+            model.register_comm_hook(seat, lambda seat, bucket: seat.average(bucket))
+        itself = weakref.ref(model)  # the model holds the hook, in C++ as well, where no collector looks
+        seat.hooks = [model.register_forward_pre_hook(lambda module, _: _refuse_join(module, itself))]
+        vars(model)["join_hook"] = lambda **_: _NoJoin()
+        seat.taken_by = averager
+
+    @staticmethod
+    def leave(model: DistributedDataParallel | None) -> None:
+        """Let DDP average again as it does without a hook."""
+        if model is not None and (seat := Seat.of(model)) is not None:
+            take_away(seat.hooks)
+            seat.taken_by = None
+            vars(model).pop("join_hook", None)
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Do what is wanted with a bucket, or what DDP does by itself."""
+        if self.taken_by is not None:
+            return self.taken_by.average(bucket)
+        model, buffer = None if self.model is None else self.model(), bucket.buffer()
+        assert model is not None  # whose hook this is
+        group = model.process_group
+        # As DDP: multiplied before the sum, in the gradients' own dtype.
+        work = dist.all_reduce(in_flight(buffer.mul_(1.0 / group.size())), group=group, async_op=True)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return averaged
+
+
+def check_free(model: object) -> None:
+    """Raise TypeError unless a model is in DDP, RuntimeError if its gradients are averaged in another way already."""
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; attach first, compile then"
+        )
+    seat = Seat.of(model)
+    if seat is not None and seat.taken_by is not None:
+        raise RuntimeError(
+            f"{seat.taken_by.name} is attached to this model already: first call detach() of what attach() or "
+            "compress() has returned; several optimizers are attached by one attach(model, [ours, theirs])"
+        )
+    if model.mixed_precision is not None:
+        raise RuntimeError(
+            f"mixed_precision must be None, got {model.mixed_precision}: DDP averages in a hook of its own then; use "
+            "torch.autocast, or parameters of 16 bits"
+        )
+    # Built-in hooks are in no list.
+    if seat is None and (named := model._get_ddp_logging_data().get("comm_hook")):
+        raise RuntimeError(
+            f"DDP must have no communication hook, got {named}: it keeps one for good, and fusedonebit needs it; "
+            "wrap the model in DistributedDataParallel again without"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()):
+        raise RuntimeError(
+            "parameters must have no optimizers that step in the backward pass, as torch's "
+            "_apply_optimizer_in_backward makes them: leave that out"
+        )
+    if model._join_config.enable:
+        raise RuntimeError(JOIN)
+
+
+class _NoJoin(JoinHook):
+    """Refuses ``join()`` on a rank that has no batch in it."""
+
+    def main_hook(self) -> None:
+        raise RuntimeError(JOIN)
+
+
+def _refuse_join(model: DistributedDataParallel, attached: weakref.ref[DistributedDataParallel]) -> None:
+    if not model._join_config.enable or model is not attached():  # but a copy
+        return
+    # Ranks without a batch are waiting for this, and then hear of it from ``_NoJoin``.
+    if (work := Join.notify_join_context(model)) is not None:
+        work.wait()
+    raise RuntimeError(JOIN)

@@ -1,0 +1,367 @@
+"""Gradients at 8, 4 or 1 bits under DDP, whatever optimizer follows, on real ranks: nothing is lost, all agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compress_runs import (
+    BUCKETS_MB,
+    FORMS,
+    OPTIMIZERS,
+    check_resuming,
+    conserves,
+    flat,
+    left,
+    summed,
+    train,
+    trains,
+    wrapped,
+)
+from ddp_runs import Net, loss_of
+from ranks import RankError, run_ranks, shut_down
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import fusedonebit
+from fusedonebit import CollectiveError, DisagreementError, OneBitAdam, ddp
+from fusedonebit.comm import Format, QuantisedAllReduce, SimulatedGroup, Step
+from fusedonebit.comm.quantised import LevelMessages
+from fusedonebit.triton_kernels import FlatLayout
+
+EXACT = 3e-7
+"""Of gradients below 1: what float32 rounds."""
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "no_sync": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "scaler": {},
+}
+
+
+@pytest.mark.long(but=["1-unused-2", "4-plain-3"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_what_is_sent_and_what_is_left_are_all_there_was(bits, how, world_size):
+    for lost, same in run_ranks(conserves, world_size, "ddp", bits, "fp32", how, WAYS[how]):
+        assert lost < EXACT
+        assert same
+
+
+SIZES = (700, 3, 5000, 1)
+
+
+def exchanged(rank: int, transport: Any, form: Format) -> tuple[list, list, list, torch.Tensor]:
+    """Twelve exchanges: in one a rank's gradient is no number, in some a tensor is absent. Sent, received and left."""
+    average = QuantisedAllReduce(
+        FlatLayout(SIZES, transport.world_size, form.block_size), transport, form, torch.device("cpu")
+    )
+    random, told = torch.Generator().manual_seed(rank), []
+    sent, got = ([torch.zeros(n, dtype=torch.float64) for n in SIZES] for _ in "12")
+    for number in range(12):
+        tensors, bad = [torch.randn(n, generator=random) for n in SIZES], number == 5
+        absent = (3,) if number % 3 == 1 else ()
+        if absent:
+            tensors[3].zero_()
+        if bad and rank == 0:
+            tensors[2][7] = torch.nan
+        if not bad:
+            torch._foreach_add_(sent, [x.double() for x in tensors])
+        average(tensors, Step(number, absent))
+        if not bad:
+            torch._foreach_add_(got, [x.double() for x in tensors])
+        told.append(torch.cat(tensors))
+    return sent, got, average.owed(), torch.stack(told)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("bits", "feedback"), FORMS)
+def test_residuals_survive_a_gradient_that_is_no_number(bits, feedback, world_size):
+    ranks = SimulatedGroup(world_size).run(lambda rank, transport: exchanged(rank, transport, Format(bits, feedback)))
+    for _, _, _, told in ranks:
+        assert torch.equal(told.nan_to_num(9.0), ranks[0][3].nan_to_num(9.0))
+        assert told[5].isnan().all()
+        assert told[torch.arange(12) != 5].isfinite().all()
+    off = [sum(sent[i] for sent, *_ in ranks) / world_size - ranks[0][1][i] for i in range(len(SIZES))]
+    if feedback is None:  # levels are drawn: on average nothing is lost
+        assert float(off[2].mean().abs()) < 0.2 / 2 ** (bits - 4) / world_size**0.5
+        return
+    off = [x - sum(owed[i] for _, _, owed, _ in ranks) / world_size for i, x in enumerate(off)]
+    assert max(float(x.abs().max()) for x in off) < {"fp32": 1e-6, "bf16": 0.02, "8bit": 0.02}[feedback]
+
+
+def nonfinite(rank: int, world_size: int) -> tuple[bool, bool, float]:
+    """Whether one rank's infinity reached this one, in its bucket alone; and by how much that changed what is left."""
+    model, compression = wrapped("ddp", 4, "fp32")
+    train(model, SGD(model.parameters(), 0.0), rank, range(3))
+    before = {name: summed(x) for name, x in left(compression).items()}
+    model.zero_grad()
+    handle = model.module.first.weight.register_hook(lambda g: g * (torch.inf if rank == 1 else 1.0))
+    loss_of(model, rank, 3).backward()
+    handle.remove()
+    bucket = next(group for group in compression._exchanges if "first.weight" in group)
+    bad = {name for name, p in model.module.named_parameters() if not p.grad.isfinite().all()}
+    changed = max(
+        float((summed(left(compression)[name]) - before[name]).abs().max()) for name in before if name in bucket
+    )
+    return (
+        bad == set(bucket),
+        all(p.grad.isnan().all() for n, p in model.module.named_parameters() if n in bad),
+        changed,
+    )
+
+
+def test_an_infinite_gradient_is_nan_everywhere():
+    for own_bucket, all_nan, changed in run_ranks(nonfinite, 2):
+        assert own_bucket
+        assert all_nan
+        assert changed < EXACT
+
+
+@pytest.mark.long(but=["4-adamw"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_any_optimizer_trains(bits, name):
+    found = run_ranks(trains, 2, "ddp", name, bits, 60)
+    for first, last, params in found:
+        assert last < 0.7 * first
+        assert torch.equal(params, found[0][2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 4), ("fsdp", 3), ("replicas", 4)])
+def test_ranks_are_the_same_after_two_thousand_steps(kind, world_size):
+    found = run_ranks(trains, world_size, kind, "adamw", 4, 2000, timeout=280)
+    assert all(torch.equal(params, found[0][2]) for *_, params in found)
+
+
+# ---------------------------------------------------------------- several optimizers
+
+
+def together(rank: int, world_size: int, other: str, bits: int | None) -> tuple[float, float, torch.Tensor, Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=BUCKETS_MB)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    ours, theirs = OneBitAdam(matrices, 1e-2, warmup=5), OPTIMIZERS[other](rest)
+    handle = ddp.attach(model, [ours, theirs], bits=bits)
+    first = float(loss_of(model, 100 + rank, 0).detach())
+    for step in range(60):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss_of(model, rank, step).backward()
+        ours.step()
+        theirs.step()
+    last, kept = float(loss_of(model, 100 + rank, 0).detach()), handle.others
+    handle.detach()
+    return first, last, flat(model), None if kept is None else sorted(kept._sizes)
+
+
+@pytest.mark.long(but=["None-adamw", "4-sgd"])
+@pytest.mark.parametrize("other", ["adamw", "sgd"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_another_optimizer_trains_what_ours_does_not(other, bits):
+    found = run_ranks(together, 2, other, bits)
+    for first, last, params, kept in found:
+        assert last < 0.7 * first
+        assert torch.equal(params, found[0][2])
+        assert kept == (None if bits is None else ["first.bias", "last.bias", "side.bias"])
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.long(but=["form0-2-3"])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("form", [(4, "fp32"), (4, "bf16"), (1, "8bit")])
+def test_a_run_goes_on_from_a_checkpoint(form, before, after, tmp_path):
+    check_resuming("ddp", form, before, after, tmp_path)
+
+
+def checkpoint_errors(rank: int, world_size: int, path: str) -> list[str]:
+    model, compression = wrapped("ddp", 4, "fp32")
+    optimizer, said = AdamW(model.parameters(), 1e-2), []
+    train(model, optimizer, rank, range(2))
+    fusedonebit.dcp.save(model, optimizer, f"{path}/with", compression=compression)
+    state = {"model": torch.distributed.checkpoint.state_dict.get_model_state_dict(model)}
+    torch.distributed.checkpoint.load(state, checkpoint_id=f"{path}/with")  # torch's own stays valid
+    ours = fusedonebit.AdamW(model.parameters(), 1e-2)
+    fusedonebit.dcp.save(model, ours, f"{path}/without")
+    calls = {
+        "without": lambda: fusedonebit.dcp.load(model, ours, f"{path}/without", compression=compression),
+        "foreign": lambda: fusedonebit.dcp.save(model, optimizer, f"{path}/x"),
+        "nothing": lambda: fusedonebit.dcp.load(model, optimizer, f"{path}/nothing", compression=compression),
+    }
+    for call in calls.values():
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_checkpoints_that_do_not_fit_say_so(tmp_path):
+    for without, foreign, nothing in run_ranks(checkpoint_errors, 2, str(tmp_path)):
+        assert "compression must be left out of load()" in without
+        assert "others' are saved beside compression=" in foreign
+        assert "must be the folder of a complete checkpoint" in nothing
+
+
+# ---------------------------------------------------------------- bad input
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "bits": ({"bits": 2}, "ValueError: bits must be one of (8, 4, 1), got 2"),
+    "true": ({"bits": True}, "ValueError: bits must be one of (8, 4, 1), got True"),
+    "feedback": (
+        {"feedback": "fp16"},
+        "ValueError: feedback must be one of ('fp32', 'bf16', '8bit', None), got 'fp16'",
+    ),
+    "one bit": ({"bits": 1, "feedback": None}, "ValueError: feedback must be 'fp32', 'bf16' or '8bit' at one bit"),
+    "scaler": ({"scaler": 3}, "TypeError: scaler must be a torch.amp.GradScaler, got int"),
+    "bare": ({}, "TypeError: model must be in DistributedDataParallel or fully_shard()ed, got Net"),
+    "twice": ({}, "RuntimeError: compress() is attached to this model already: first call detach()"),
+    "differs": ({}, "DisagreementError: ranks differ: bits of compress() is 4 on rank 0 but 8 on rank 1"),
+    "in a list": ({}, "ValueError: each parameter must be in one optimizer, but first.weight is in SGD too"),
+    "none of ours": ({}, "TypeError: optimizer must be one of fusedonebit's, or a list with one, got SGD, AdamW"),
+    "a stranger": ({}, "TypeError: optimizer must be a list of optimizers, got int in it"),
+    "lacking": (
+        {},
+        "ValueError: optimizer and model must have the same parameters, but only one has first.bias of model",
+    ),
+}
+
+
+def mistaken(rank: int, world_size: int, what: str) -> str:
+    options = {"bits": 4} | MISTAKES[what][0]
+    net = Net()
+    model: Any = net if what == "bare" else DistributedDataParallel(net)
+    matrices, rest = ([p for p in net.parameters() if (p.dim() == 2) == want] for want in (True, False))
+    lists: dict[str, Any] = {
+        "in a list": lambda: [OneBitAdam(matrices), SGD([*rest, matrices[0]], 0.1)],
+        "none of ours": lambda: [SGD(matrices, 0.1), AdamW(rest)],
+        "a stranger": lambda: [OneBitAdam(net.parameters()), 3],
+        "lacking": lambda: [OneBitAdam(matrices), SGD(rest[1:], 0.1)],
+    }
+    if what == "twice":
+        fusedonebit.compress(model)
+    if what == "differs":
+        options["bits"] = 8 if rank else 4
+    try:
+        if what in lists:
+            ddp.attach(model, lists[what]())
+        else:
+            fusedonebit.compress(model, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def all_mistakes(rank: int, world_size: int) -> dict[str, str]:
+    return {what: mistaken(rank, world_size, what) for what in MISTAKES}
+
+
+def test_what_is_wrong_is_said_on_every_rank():
+    for said in run_ranks(all_mistakes, 2):
+        for what, (_, expected) in MISTAKES.items():
+            assert said[what].startswith(expected), what
+
+
+def detached(rank: int, world_size: int) -> tuple[str, bool, str]:
+    """What is printed; that DDP averages as ever afterwards; and that it may be compressed again."""
+    model, compression = wrapped("ddp", 4, "bf16")
+    train(model, SGD(model.parameters(), 0.0), rank, range(2))
+    compression.detach()
+    compression.detach()
+    model.zero_grad()
+    torch.manual_seed(0)
+    twin = DistributedDataParallel(Net())
+    loss_of(model, rank, 5).backward()
+    loss_of(twin, rank, 5).backward()
+    same = all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    return repr(compression), same, repr(fusedonebit.compress(model, 8, feedback=None))
+
+
+def test_after_detaching_ddp_averages_as_ever():
+    for said, same, again in run_ranks(detached, 2):
+        assert said == "compress(bits=4): residuals in bf16, 9,984 bytes on each rank"
+        assert same
+        assert again == "compress(bits=8): stochastic rounding, no residuals"
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def parts(rank: int, world_size: int, how: str, told: str = "") -> str:
+    """What a rank hears where another's message is damaged, or it takes another step, or dies."""
+    model, compression = wrapped("ddp", 4, "fp32")
+    optimizer = SGD(model.parameters(), 0.1)
+    train(model, optimizer, rank, range(3))
+    exchange = next(iter(compression._exchanges.values()))
+    if how == "flip" and rank == 1:  # of what all have received, as far as this rank knows
+        exchange._digest += 1
+    if how == "steps" and rank == 1:
+        compression.number += 1
+    if how == "dies" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        train(model, optimizer, rank, range(3, 5))
+    except (DisagreementError, CollectiveError) as error:
+        said = f"{type(error).__name__}: {error}"
+        if told:
+            Path(told).write_text(said)
+        return said
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("flip", "digest of the last synchronisation"), ("steps", "4 steps on rank 0, 5 on rank 1")],
+)
+def test_ranks_that_differ_say_how(how, told):
+    for said in run_ranks(parts, 2, how):
+        assert said.startswith("DisagreementError: gradients can't be averaged: ranks differ: ")
+        assert told in said
+
+
+def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
+    began, told = time.monotonic(), tmp_path / "told"
+    try:
+        with pytest.raises((RankError, EOFError, ConnectionError)):
+            run_ranks(parts, 2, "dies", str(told), timeout=60, group_timeout=10)
+    finally:
+        shut_down()
+    assert time.monotonic() - began < 60
+    assert told.read_text().startswith("CollectiveError: ")
+    assert "Rank 1 has died" in told.read_text()
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_bytes_of_a_parameter_are_counted():
+    """340M parameters in DDP's default buckets on 8 ranks, as an all-reduce of float32 is 8."""
+    layer = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)] + [(4096,)] + [(1024,)] * 9
+    shapes = [(30522, 1024), (512, 1024), (2, 1024)] + layer * 24 + [(1024, 1024), (1024,)]
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    buckets, room = [[]], 1 << 20  # type: list[list[int]], int
+    for numel in reversed(numels):
+        buckets[-1].append(numel)
+        if 4 * sum(buckets[-1]) >= room:
+            buckets.append([])
+            room = 25 << 20
+    for bits, most in ((8, 2.05), (4, 1.05), (1, 0.26)):
+        block = Format(bits, None).block_size
+        layouts = [FlatLayout(tuple(bucket), 8, block) for bucket in buckets if bucket]
+        # Each rank sends all but its own chunk, twice, and that counts as all of it.
+        sent = sum(16 * LevelMessages(0, of, bits, torch.device("cpu")).buffer.shape[1] for of in layouts) / sum(numels)
+        print(
+            f"{bits} bits: {sent:.4f} bytes a parameter and step, at most {most}; FSDP2's half of that {sent / 2:.4f}"
+        )
+        assert sent <= most
