@@ -27,6 +27,7 @@ from fusedonebit.core.resolved import Options
 from fusedonebit.core.settings import VARIANCE_FLOOR, StateKind
 
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, NaiveOneBitAdam, settled
+from .compressed import CompressedAdamW
 from .rivals import RIVALS
 from .rivals.frame import Rival
 from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
@@ -170,7 +171,7 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),
     "onebit-lion": Contender(_onebit_lion, parent="adamw", rate=0.1),
     "marsit-adam": apart(partial(_marsit, every=100)),
-    "adam-living": of_adam(partial(_living, warmup=0.05, kind=LivingAdam)),
+    "adam-living": of_adam(partial(_living, warmup=0.05, kind=LivingAdam, faults=UNGUARDED)),
     "adam-frozen": of_adam(partial(_adam, frozen=True)),
     "lamb-frozen": of_lamb(partial(_lamb, frozen=True)),
     "onebit-adam-ternary": of_adam(partial(_onebit_adam, numerics=Numerics(ternary=True))),
@@ -185,6 +186,12 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "onebit-lamb-paper": of_lamb(partial(_onebit_lamb, numerics=PAPER, faults=UNGUARDED)),
     "naive-onebit-adam": Contender(partial(_adam, kind=NaiveOneBitAdam), parent="adamw"),
+    **{
+        f"compress-{bits}{'' if feedback else '-none'}": Contender(
+            partial(CompressedAdamW, bits=bits, feedback=feedback), parent="adamw"
+        )
+        for bits, feedback in ((8, "bf16"), (4, "bf16"), (1, "bf16"), (8, None), (4, None))
+    },
     "adam-frozen-no-floor": of_adam(partial(_adam, frozen=True, floor=0.0)),
     "zero-one-adam-16": of_adam(partial(_zero_one_adam, most=16), local=True),
     "psgd": apart(_psgd),

@@ -95,7 +95,7 @@ CLAIMS = [
     # At their own rates; 2 are aimed at.
     *[("onebit-lamb-living", View(w), 3.0, 0.15, 5, 2) for w in SEEDS],
     *[("zero-one-adam-own", View(w), 3.0, 0.15, 5, most) for w, most in ((4, 2), (16, 3))],
-    ("zero-one-adam-shared", View(4, parents=True), 3.0, 0.15, 5, {"modadd"}),
+    ("zero-one-adam-shared", View(4, parents=True), 3.0, 0.15, 5, {"gan", "modadd"}),
 ]
 """Optimizer, view, percent or decades above which it is worse than its parent, least paired seeds; and on how many
 tasks it may be worse, or on which: as recorded."""
