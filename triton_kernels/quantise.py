@@ -122,7 +122,8 @@ def quantise(
 
 @jit(do_not_specialize=("header_number", "header_tag", "header_flags", "seed"))
 def requantise_kernel(
-    arrived, own_words, places, residual, unit, message, header, flags, kept_words, per_worker, seed,
+    arrived, own_words, block_tensor, live, live_row, residual, unit, message, header, flags, kept_words, per_worker,
+    seed,
     BITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of the chunk. Bytes per element: W * BITS / 8 in, BITS / 8 out, and as of ``quantise``."""
@@ -134,8 +135,8 @@ def requantise_kernel(
         headers.write_words(message.words, header, tl.load(own_words + DIGEST), found)
     headers.keep_words(b, arrived.words, arrived.words_stride, kept_words, arrived.rows)
     i = io.elements(BLOCK_SIZE)
-    t = tl.load(places.block_tensor + b)
-    row = tl.load(places.live_row + b)
+    t = tl.load(block_tensor + b)
+    row = tl.load(live_row + b)
     chunk = tl.full([], 0, tl.int64)
     absent = 1
     for _ in range(arrived.rows):
@@ -145,13 +146,12 @@ def requantise_kernel(
     if skip != 0:
         levels.store_nothing(message, 0, b, i, BITS, BLOCK_SIZE)
     else:
-        x = levels.sum_of_rows(arrived, b, per_worker, i, BITS, BLOCK_SIZE) + levels.carried_block(
-            residual, unit, b, i, BLOCK_SIZE
-        )
-        live = io.counting(places.live, row, i, BLOCK_SIZE)
-        x = io.only_active(x, live, row)
+        x = levels.sum_of_rows(arrived, b, per_worker, i, BITS, BLOCK_SIZE)
+        x = x + levels.carried_block(residual, unit, b, i, BLOCK_SIZE)
+        counts = io.counting(live, row, i, BLOCK_SIZE)
+        x = io.only_active(x, counts, row)
         drawn = levels.drawn_of_block(seed, b, i, BLOCK_SIZE)
-        levels.store_levels(message, 0, b, x, live, residual, unit, drawn, b, i, BITS, BLOCK_SIZE)
+        levels.store_levels(message, 0, b, x, counts, residual, unit, drawn, b, i, BITS, BLOCK_SIZE)
 
 
 @op(

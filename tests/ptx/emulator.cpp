@@ -376,16 +376,26 @@ class Machine {
   }
 
   // Matrices of 8 rows of 16 bytes: lanes 8k to 8k + 7 have the addresses of the rows of matrix k, and lane l has
-  // elements 2 (l % 4) and one more of row l / 4 (9.7.14.5.15, 9.7.14.5.16).
+  // elements 2 (l % 4) and one more of row l / 4 (9.7.14.5.15, 9.7.14.5.16), or where .trans, of column l / 4.
   void matrices() {
     together("a move of matrices");
-    for (int k = 0; k < now->count; k++) for (int row = 0; row < 8; row++) {
-      u16 pairs[8];
-      bool stores = now->op == STMATRIX;
-      for (int i = 0; i < 8 && stores; i++) pairs[i] = lanes(now->from[1 + k])[row * 4 + i / 2] >> 16 * (i % 2);
-      u8 *memory = reached(8 * k + row, address(8 * k + row), 16, stores ? pairs : nullptr);
-      if (memory && stores) std::memcpy(memory, pairs, 16);
-      for (int i = 0; i < 4 && memory && !stores; i++) set(k, row * 4 + i, *reinterpret_cast<u32 *>(memory + 4 * i));
+    for (int k = 0; k < now->count; k++) {
+      bool stores = now->op == STMATRIX, there = true;
+      u16 tile[8][8];
+      auto element = [&](int lane, int half) -> u16 & {
+        int across = 2 * (lane % 4) + half, along = lane / 4;
+        return now->kind ? tile[across][along] : tile[along][across];
+      };
+      for (int lane = 0; lane < 32 && stores; lane++)
+        for (int half = 0; half < 2; half++) element(lane, half) = lanes(now->from[1 + k])[lane] >> 16 * half;
+      for (int row = 0; row < 8; row++) {
+        u8 *memory = reached(8 * k + row, address(8 * k + row), 16, stores ? tile[row] : nullptr);
+        there &= memory != nullptr;
+        if (memory && stores) std::memcpy(memory, tile[row], 16);
+        if (memory && !stores) std::memcpy(tile[row], memory, 16);
+      }
+      for (int lane = 0; lane < 32 && there && !stores; lane++)
+        set(k, lane, u32(element(lane, 0)) | u32(element(lane, 1)) << 16);
     }
   }
 };

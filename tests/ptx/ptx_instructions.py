@@ -114,7 +114,7 @@ def _conversions() -> Iterator[tuple[str, Instruction]]:
     yield "cvt.s8.s32", Instruction("s32", ("s32",), "s8(a)")
     yield "cvt.s32.u16", Instruction("s32", ("u16",), "a")
     for kind in ("f32", "f64"):
-        for of in ("s32", "u32", "s64"):
+        for of in ("s16", "u16", "s32", "u32", "s64"):
             yield f"cvt.rn.{kind}.{of}", Instruction(kind, (of,), f"{kind}(a)")
         for of in ("f16", "bf16"):
             yield f"cvt.{kind}.{of}", Instruction(kind, (of,), f"{kind}(a)")

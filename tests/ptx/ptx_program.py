@@ -21,7 +21,7 @@ OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^,\s][^,]*")
 MOVES = re.compile(
     r"ld\.param\.[bs](32|64)|(ld|st)\.(global|shared)(\.v[24])?\.[bs](8|16|32|64)"
     r"|atom\.global\.gpu\.(acq_rel|relaxed)\.(add|and|or|exch)\.[bu](32|64)"
-    r"|(st|ld)matrix\.sync\.aligned\.m8n8\.x[14]\.shared\.b16"
+    r"|(st|ld)matrix\.sync\.aligned\.m8n8\.x[14](\.trans)?\.shared\.b16"
 )
 TOGETHER = re.compile(r"ret|bra(\.uni)?|bar\.(warp\.)?sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.(add|max)\.s32")
 
@@ -122,7 +122,7 @@ class Program:
     def _move(self, words: list[str], operands: list[str]) -> tuple[list[str], list[str], dict[str, int]]:
         first, kind = words[0], words[-1]
         fields = {"op": OP[first], "bytes": int(kind[1:]) // 8, "is_signed": kind[0] == "s"}
-        fields["shared"] = "shared" in words
+        fields |= {"shared": "shared" in words, "kind": int("trans" in words)}
         fields["count"] = next((int(word[1:]) for word in words if re.fullmatch(r"[vx]\d", word)), 1)
         if words[1] == "param":
             return operands[:1], [], fields | {"op": OP["param"], "kind": self.params.index(operands[1].strip("[]"))}

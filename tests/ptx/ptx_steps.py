@@ -35,10 +35,11 @@ LEAST = 500
 SIZES = (9100, 1100, 17, 1, 0)
 """Of tensors of small steps: fourteen blocks, with rows of messages that are no multiples of 16 words, as usually."""
 
-ONE_STORES = r"advance|apply_momentum|follow_level|lamb_\w+|merge_signs|renew|scale_coefficients"
+ONE_STORES = r"advance|apply_momentum|follow_level|lamb_\w+|merge_signs|quantise|renew|scale_coefficients"
+LIE_TWICE = r"advance|dequantise|requantise|server_reduce|tell_level"
 REASONS = {
     rf"({ONE_STORES}): an unused load .* another warp": "all warps load what one replaces; the others drop it",
-    r"(advance|server_reduce|tell_level): the same again .* another warp": "a vector shorter than a block lies twice",
+    rf"({LIE_TWICE}): the same again .* another warp": "a vector shorter than a block lies twice",
     r"local_update: the same again .* another block": "chunks that share a header all write it, and all the same",
 }
 """Why several warps or blocks may touch a word without a barrier between; whatever else does is wrong."""
