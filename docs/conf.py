@@ -26,7 +26,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 nitpicky = True
 nitpick_ignore_regex = [  # other projects' names: their pages are not asked, so that nothing is read from a network
     (r"py:.*", r"(torch|nn|dist|os|MPI|collections|contextlib|enum|pathlib|typing)\..*"),
-    (r"py:.*", r"Tensor|DeviceMesh|RemovableHandle|TypeError, ValueError"),
+    (r"py:.*", r"Tensor|DeviceMesh|RemovableHandle|Feedback|TypeError, ValueError"),
     # Kinds of tensors that ops take: of which dtype and shape, stands beside each.
     (
         r"py:class",
