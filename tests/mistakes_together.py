@@ -137,7 +137,7 @@ def ddp_compiled_before_attach(rank: int) -> None:
     ddp.attach(torch.compile(model), optimizer)
 
 
-@together(r"optimizer must be one of fusedonebit's, got DistributedDataParallel")
+@together(r"optimizer must be one of fusedonebit's, or a list with one, got DistributedDataParallel")
 def attach_the_wrong_way_round(rank: int) -> None:
     model = DistributedDataParallel(net())
     ddp.attach(OneBitAdam(model.parameters()), model)

@@ -68,7 +68,7 @@ def attach(
         TypeError, ValueError: on every rank, if they don't belong together; nothing was changed.
         RuntimeError: on every rank, if one is attached already, or DDP averages in another way; nothing was changed.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     ours, theirs = _parted(optimizers)
     frame = None if ours is None else frame_of(ours)
     error = failure(lambda: _check(model, optimizers, ours, frame, bits, feedback))
