@@ -117,7 +117,9 @@ def conserves(rank: int, world_size: int, kind: str, bits: int, feedback: str, h
                 owed_of[name] += p.grad.double() / unit
             if q.grad is not None:
                 got[name] += whole(q.grad).double() / unit
-                same &= bool((summed(whole(q.grad)) / world_size == whole(q.grad).double()).all()) or world_size == 3
+                each = [torch.empty_like(whole(q.grad)) for _ in range(world_size)]
+                dist.all_gather(each, whole(q.grad).contiguous())
+                same &= all(torch.equal(of_rank, each[0]) for of_rank in each)
         if scaler is not None:
             scaler.update(scaler._scale * (2.0 if step % 3 == 2 else 1.0))
     return lost(compression, owed_of, got), same

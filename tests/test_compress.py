@@ -207,6 +207,21 @@ def test_a_run_goes_on_from_a_checkpoint(form, before, after, tmp_path):
     check_resuming("ddp", form, before, after, tmp_path)
 
 
+def begins(rank: int, world_size: int, path: str) -> torch.Tensor:
+    """Save before the first pass, load, and take one: parameters afterwards."""
+    model, compression = wrapped("ddp", 4, "fp32")
+    optimizer = SGD(model.parameters(), 0.1)
+    fusedonebit.dcp.save(model, optimizer, path, compression=compression)
+    fusedonebit.dcp.load(model, optimizer, path, compression=compression)
+    train(model, optimizer, rank, range(1))
+    return flat(model)
+
+
+def test_a_checkpoint_of_no_pass_is_averaged_after(tmp_path):
+    first, second = run_ranks(begins, 2, str(tmp_path))
+    assert torch.equal(first, second)
+
+
 def checkpoint_errors(rank: int, world_size: int, path: str) -> list[str]:
     model, compression = wrapped("ddp", 4, "fp32")
     optimizer, said = AdamW(model.parameters(), 1e-2), []
@@ -276,7 +291,9 @@ def mistaken(rank: int, world_size: int, what: str) -> str:
     if what == "differs":
         options["bits"] = 8 if rank else 4
     try:
-        if what in lists:
+        if what == "idle":
+            ddp.attach(model, OneBitAdam(net.parameters()), bits=4)
+        elif what in lists:
             ddp.attach(model, lists[what]())
         else:
             fusedonebit.compress(model, **options)

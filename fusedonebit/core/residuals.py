@@ -19,8 +19,8 @@ from .world import World
 Feedback = Literal["default", "fp32", "bf16", "8bit"] | None
 """In what residuals are kept; None: nowhere. ``compress`` says what the default is."""
 BITS = (8, 4, 1)
-REFUSED = int(Flag.ABORT | Flag.MISMATCH)
-"""Flags for which all ranks raise; a gradient that is not finite is none of them."""
+REFUSED = sum(Flag) & ~int(Flag.NONFINITE)
+"""Flags for which all ranks raise: all but that of a gradient that is not finite."""
 
 
 def check_form(bits: Any, feedback: Any) -> None:

@@ -222,6 +222,9 @@ class BucketAverages(Arrivals, Residuals):
         return found
 
     def take(self, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        if {name for group in about["groups"] for name in group} != set(self._sizes):
+            self.add(about, self.ranks.rank, state, 1.0)  # no pass was saved, or not of all: none can wait for these
+            return
         self._resumed = True
         for number, group in enumerate(about["groups"]):
             each = self._exchanges[tuple(group)] = self._made(group)

@@ -286,6 +286,11 @@ def _check(
     check_free(model)
     if bits is not None:
         check_form(bits, feedback)
+    if (bits is not None and len(optimizers) == 1) or (bits is None and feedback != "default"):
+        raise ValueError(
+            f"bits and feedback must be left out where no other optimizer's gradients are averaged so, got {bits} and "
+            f"{feedback!r}: they are those of others, attach(model, [ours, theirs], bits=...)"
+        )
     owned = dict(zip(map(id, frame.parameters.owners), frame.parameters.names, strict=True))
     _check_parameters(model, owned, [each for each in optimizers if each is not ours])
     averaged, compressed = dist.get_process_group_ranks(model.process_group), _ranks(frame.ranks.transport)
