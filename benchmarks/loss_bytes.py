@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.lab.alike import AlikeTransport
 from benchmarks.lab.records import Records
 from benchmarks.lab.run import Key, Training, Worker
-from benchmarks.lab.workers import AlikeTransport
 
 from . import lab_page
 from .pages import DOCS, RESULTS, read

@@ -69,13 +69,11 @@ class Step(NamedTuple):
         number: Counted alike on all ranks, an int32.
         absent: Tensors of which this rank has no gradient.
         unit: What the loss was multiplied with, float32 []; None: nothing.
-        abort: Whether this rank can't go on: all raise.
     """
 
     number: int
     absent: tuple[int, ...] = ()
     unit: Tensor | None = None
-    abort: bool = False
 
 
 class LevelMessages:
@@ -117,6 +115,8 @@ class Exchange:
     Attributes:
         worker: What is left here; None without feedback.
         flags: int32 [1], of the last exchange, equal on all ranks.
+        sent, arrived: Messages to and from each rank.
+        digest: int64 [1], of what arrived last.
     """
 
     def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
@@ -125,24 +125,24 @@ class Exchange:
         self.places = Places.of(layout, self._tables.tensor, live_table(layout).to(device))
         self.worker = form.room(layout.numel, device)
         self.flags, self._found, self._ticket = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
-        self._digest = torch.zeros(1, dtype=torch.int64, device=device)
-        self._sent = LevelMessages(layout.world_size, layout, form.bits, device)
-        self._arrived = LevelMessages(layout.world_size, layout, form.bits, device)
+        self.digest = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sent = LevelMessages(layout.world_size, layout, form.bits, device)
+        self.arrived = LevelMessages(layout.world_size, layout, form.bits, device)
         self._kept_words = torch.zeros(layout.world_size, len(Word), dtype=torch.int32, device=device)
         self._absent: tuple[int, ...] = ()
 
-    def _write(self, tensors: Sequence[Tensor], step: Step) -> None:
-        """Quantise what this rank has."""
+    def write(self, tensors: Sequence[Tensor], step: Step) -> None:
+        """Quantise what this rank has into ``sent``."""
         if step.absent != self._absent:
-            self._sent.levels.absent.copy_(absence(self.layout, step.absent, self.device).bits)
+            self.sent.levels.absent.copy_(absence(self.layout, step.absent, self.device).bits)
             self._absent = step.absent
-        header = self._header(step, int(Flag.ABORT) * step.abort)
+        header = self._header(step)
         seed, bits = self._seed(step), self.form.bits
-        message = self._sent.levels
-        quantise(tensors, self.places, self.worker, step.unit, message, header, self._ticket, self._digest, seed, bits)
+        message = self.sent.levels
+        quantise(tensors, self.places, self.worker, step.unit, message, header, self._ticket, self.digest, seed, bits)
 
-    def _header(self, step: Step, flags: int) -> Header:
-        return Header(step.number, None, False, 0, flags, self._found)
+    def _header(self, step: Step) -> Header:
+        return Header(step.number, None, False, 0, 0, self._found)
 
     def _seed(self, step: Step) -> int:
         """Return what this rank draws with: no other rank, and no other step, draws alike."""
@@ -150,12 +150,12 @@ class Exchange:
 
     @property
     def _own_words(self) -> Tensor:
-        return self._sent.levels.words[0]
+        return self.sent.levels.words[0]
 
     def _take_back(self, tensors: Sequence[Tensor], step: Step) -> None:
-        """Undo what ``_write`` has done to what is left, where a message has a flag."""
+        """Undo what ``write`` has done to what is left, where a message has a flag."""
         if self.worker is not None:
-            arrived, sent = self._arrived.levels, self._sent.levels
+            arrived, sent = self.arrived.levels, self.sent.levels
             seed, bits = self._seed(step), self.form.bits
             take_back(arrived, self._own_words, tensors, self.places, self.worker, step.unit, sent, seed, bits)
 
@@ -174,8 +174,7 @@ class Exchange:
         flags, words = int(self.flags), self._kept_words.cpu()
         if flags & Flag.MISMATCH:
             return f"ranks differ: {describe_mismatch(words)}"
-        failed = [str(rank) for rank, told in enumerate(words[:, Word.FLAGS].tolist()) if told & Flag.ABORT]
-        return f"rank {', '.join(failed)} could not go on" if failed else "another rank could not go on"
+        return f"a message has flags that nobody sets, {words[:, Word.FLAGS].tolist()}: it was damaged on its way"
 
 
 class QuantisedAllReduce(Exchange):
@@ -191,6 +190,7 @@ class QuantisedAllReduce(Exchange):
 
     Attributes:
         server: What is left of the chunk which this rank serves; None without feedback.
+        served: The message to all.
     """
 
     def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
@@ -198,7 +198,7 @@ class QuantisedAllReduce(Exchange):
         self.server = form.room(layout.chunk_numel, device)
         rank = transport.rank
         self._chunk = self.places.at(slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk))
-        self._served = LevelMessages(1, layout, form.bits, device)
+        self.served = LevelMessages(1, layout, form.bits, device)
         self._agreed = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, tensors: Sequence[Tensor], step: Step) -> None:
@@ -207,18 +207,25 @@ class QuantisedAllReduce(Exchange):
         Raises:
             CollectiveError: if a collective failed; what is left is then lost.
         """
-        self._write(tensors, step)
-        self.transport.all_to_all(self._arrived.buffer, self._sent.buffer)
-        header, seed, bits = self._header(step, 0), self._seed(step), self.form.bits
+        self.write(tensors, step)
+        self.transport.all_to_all(self.arrived.buffer, self.sent.buffer)
+        self.serve(step)
+        self.transport.all_gather(self.arrived.buffer, self.served.buffer)
+        self.receive(tensors, step)
+
+    def serve(self, step: Step) -> None:
+        """Average what has ``arrived``, and quantise the mean into ``served``."""
         requantise(
-            *(self._arrived.levels, self._own_words, self._chunk, self.server, step.unit, self._served.levels),
-            *(header, self._agreed, self._kept_words, seed, bits),
+            *(self.arrived.levels, self._own_words, self._chunk, self.server, step.unit, self.served.levels),
+            *(self._header(step), self._agreed, self._kept_words, self._seed(step), self.form.bits),
         )
-        self.transport.all_gather(self._arrived.buffer, self._served.buffer)
+
+    def receive(self, tensors: Sequence[Tensor], step: Step) -> None:
+        """Write what has ``arrived`` of all servers into the tensors."""
         self._take_back(tensors, step)
         dequantise(
-            *(self._arrived.levels, self._own_words, tensors, self.places, 1.0),
-            *(self.flags, self._kept_words, self._digest, False, bits),
+            *(self.arrived.levels, self._own_words, tensors, self.places, 1.0),
+            *(self.flags, self._kept_words, self.digest, False, self.form.bits),
         )
 
     def owed(self) -> list[Tensor]:
@@ -249,12 +256,12 @@ class QuantisedReduceScatter(Exchange):
         Raises:
             CollectiveError: if a collective failed; what is left is then lost.
         """
-        self._write(tensors, step)
-        self.transport.all_to_all(self._arrived.buffer, self._sent.buffer)
+        self.write(tensors, step)
+        self.transport.all_to_all(self.arrived.buffer, self.sent.buffer)
         self._take_back(tensors, step)
         dequantise(
-            *(self._arrived.levels, self._own_words, [received], self._own, factor),
-            *(self.flags, self._kept_words, self._digest, True, self.form.bits),
+            *(self.arrived.levels, self._own_words, [received], self._own, factor),
+            *(self.flags, self._kept_words, self.digest, True, self.form.bits),
         )
 
 

@@ -344,7 +344,7 @@ def parts(rank: int, world_size: int, how: str, told: str = "") -> str:
     train(model, optimizer, rank, range(3))
     exchange = next(iter(compression._exchanges.values()))
     if how == "flip" and rank == 1:  # of what all have received, as far as this rank knows
-        exchange._digest += 1
+        exchange.digest += 1
     if how == "steps" and rank == 1:
         compression.number += 1
     if how == "dies" and rank == 1:

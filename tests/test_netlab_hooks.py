@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from benchmarks.lab.alike import AlikeTransport
 from benchmarks.lab.rivals.blocks import Blocks
 from benchmarks.lab.rivals.codes import CodedAllReduce, IntegerCode
 from benchmarks.lab.rivals.collectives import StackedCollectives
-from benchmarks.lab.workers import AlikeTransport
 from benchmarks.netlab.hooks import Bfloat16, Hook, Int8
 from benchmarks.netlab.quantised import BLOCK, QuantisedLine, decode, encode
 

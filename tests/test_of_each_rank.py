@@ -29,7 +29,7 @@ def make(steps: int = 0, rank: int = 0) -> tuple[Module, OneBitAdam]:
 def resume(rank: int, world_size: int, folder: str, missing: str) -> Any:
     """What a rank is told that resumes where some files are missing; or whether it goes on as if it had not stopped."""
     model, optimizer = make(4, rank)
-    of_each_rank.save(optimizer.frame, optimizer.state_dict, folder)
+    of_each_rank.save(optimizer.frame.ranks, optimizer.state_dict, folder)
     before = [p.detach().clone() for p in model.parameters()]
     rank_0 = torch.load(Path(folder) / f"onebit-rank-0-of-{world_size}.pt", weights_only=True)
     torch.distributed.barrier()
@@ -71,7 +71,7 @@ def test_without_files_state_of_another_rank_is_refused(tmp_path: Path):
 def unwritable(rank: int, world_size: int, folder: str) -> str:
     _, optimizer = make()
     where = Path(folder) / ("file" if rank else "fine")
-    return ": ".join(named(lambda: of_each_rank.save(optimizer.frame, optimizer.state_dict, where)))
+    return ": ".join(named(lambda: of_each_rank.save(optimizer.frame.ranks, optimizer.state_dict, where)))
 
 
 def test_an_unwritable_file_is_one_error_on_every_rank(tmp_path: Path):

@@ -15,7 +15,7 @@ from ranks import simulate
 from rounds import make_parameters, train
 from torch.nn import Parameter
 
-from benchmarks.lab.workers import AlikeTransport
+from benchmarks.lab.alike import AlikeTransport
 from benchmarks.netlab.whole import renewals
 from fusedonebit import OneBitAdam, Wire, ZeroOneAdam
 from fusedonebit.comm import Transport

@@ -1,40 +1,144 @@
-"""torch's AdamW on gradients that were averaged at 8, 4 or 1 bits, as ``fusedonebit.compress`` does."""
+"""torch's own optimizers on averaged gradients: exactly, or at 8, 4 or 1 bits, as ``fusedonebit.compress`` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fusedonebit.apps.averaged import AveragedAdamW
-from fusedonebit.comm import Format, QuantisedAllReduce, Step
+from fusedonebit.comm import Format, QuantisedAllReduce, Step, Transport
 from fusedonebit.triton_kernels import FlatLayout
 
+from .alike import AlikeTransport
 from .setting import BETAS, EPS, Params, Setting
 
 
-class CompressedAdamW(AveragedAdamW):
-    """The same optimizer; one bucket has all gradients.
+class Averages:
+    """Puts the mean of all workers' gradients into a rank's parameters, all in one bucket.
 
     Args:
-        params, of: What the run is.
-        bits, feedback: As of ``fusedonebit.compress``.
+        params: The rank's.
+        of: What the run is.
+        form: How gradients travel.
     """
 
-    def __init__(self, params: Params, of: Setting, bits: int, feedback: str | None) -> None:
-        super().__init__(params, of.lr, of.transport, betas=BETAS, eps=EPS, weight_decay=of.weight_decay)
-        form = Format(bits, feedback)
+    def __init__(self, params: Params, of: Setting, form: Format) -> None:
+        self.params, self.transport, self.number = params, of.transport, 0
+        self.given: Sequence[Sequence[Tensor]] = ()
         layout = FlatLayout(tuple(p.numel() for p in params), of.transport.world_size, form.block_size)
-        self._average = QuantisedAllReduce(layout, of.transport, form, params[0].device)
+        ranks: list[Transport] = [of.transport]
+        if isinstance(of.transport, AlikeTransport):  # this one stands for all
+            ranks = [AlikeTransport(rank, layout.world_size) for rank in range(layout.world_size)]
+        self.ranks = [QuantisedAllReduce(layout, rank, form, params[0].device) for rank in ranks]
+
+    def give(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take each worker's gradients by parameter, of the coming step."""
+        self.given = [list(row.values()) for row in gradients]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average this rank's gradients with the others', then update."""
-        self._updates += 1
-        params = [p for group in self.param_groups for p in group["params"]]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
-        self._average(grads, Step(self._updates))
-        for p, grad in zip(params, grads, strict=True):
+    def __call__(self) -> None:
+        """Average."""
+        self.number += 1
+        self.transport.traffic.start_step()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params]
+        if len(self.ranks) == 1:
+            self.ranks[0](grads, Step(self.number))
+        else:
+            self._average_all(grads, Step(self.number))
+        for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
-        return torch.optim.AdamW.step(self, closure)
+
+    def _average_all(self, grads: Sequence[Tensor], step: Step) -> None:
+        """Do what all ranks do, one after the other: bits are theirs."""
+        first = self.ranks[0]
+        for rank, row in zip(self.ranks, self.given, strict=True):
+            rank.write([g.contiguous() for g in row], step)
+        sent = torch.stack([rank.sent.buffer for rank in self.ranks])
+        for number, rank in enumerate(self.ranks):
+            rank.arrived.buffer.copy_(sent[:, number])
+            rank.serve(step)
+        first.arrived.buffer.copy_(torch.cat([rank.served.buffer for rank in self.ranks]))
+        first.receive(grads, step)
+        for rank in self.ranks[1:]:
+            rank.digest.copy_(first.digest)
+        each = first.sent.buffer[0].nbytes + first.served.buffer.nbytes
+        self.transport.traffic.add((len(self.ranks) - 1) * each)
+
+
+class Muon(torch.optim.Optimizer):
+    """torch's Muon for matrices; its AdamW for vectors, and the first and last matrix, where embeddings and heads are.
+
+    Kernels of convolutions are matrices of a row for each channel of the output. All have one learning rate: Muon's
+    is adjusted to AdamW's.
+
+    Args:
+        params, of: What it and the run are.
+    """
+
+    def __init__(self, params: Params, of: Setting) -> None:
+        shaped = [p for p in params if p.ndim >= 2]
+        between = {id(p) for p in shaped[1:-1]}
+        own: dict[str, Any] = {"lr": of.lr, "weight_decay": of.weight_decay}
+        self._matrices = [(p, torch.nn.Parameter(p.detach().flatten(1))) for p in params if id(p) in between]
+        rest = [p for p in params if id(p) not in between]
+        views = [view for _, view in self._matrices]
+        self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=BETAS, eps=EPS, **own)]
+        if views:
+            self._parts.append(torch.optim.Muon(views, adjust_lr_fn="match_rms_adamw", **own))
+        groups = [group for part in self._parts for group in part.param_groups]
+        super().__init__(groups, own)
+        self.param_groups = groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all."""
+        for p, view in self._matrices:
+            view.grad = None if p.grad is None else p.grad.flatten(1)
+        for part in self._parts:
+            part.step()
+        return None
+
+
+def _sgd(params: Params, of: Setting) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, of.lr, momentum=0.9, weight_decay=of.weight_decay)
+
+
+def _adamw(params: Params, of: Setting) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, of.lr, BETAS, EPS, of.weight_decay)
+
+
+class OnAverages(torch.optim.Optimizer):
+    """One of torch's optimizers, which gets averages.
+
+    Args:
+        params, of: What it and the run are.
+        base: "adamw", "sgd" or "muon".
+        bits, feedback: As of ``fusedonebit.compress``; 32 bits are averaged exactly.
+
+    Attributes:
+        averages: What takes gradients to compress; None where they are averaged exactly.
+    """
+
+    def __init__(self, params: Params, of: Setting, base: str, bits: int = 32, feedback: str | None = None) -> None:
+        self._params, self._transport = params, of.transport
+        self.averages = None if bits == 32 else Averages(params, of, Format(bits, feedback))
+        self._base = {"adamw": _adamw, "sgd": _sgd, "muon": Muon}[base](params, of)
+        super().__init__(self._base.param_groups, self._base.defaults)
+        self.param_groups = self._base.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average gradients, then update."""
+        if self.averages is not None:
+            self.averages()
+        else:
+            self._average()
+        return self._base.step(closure)
+
+    def _average(self) -> None:
+        self._transport.traffic.start_step()
+        for p in self._params:
+            if p.grad is not None:
+                p.grad = p.grad.clone()
+                self._transport.all_reduce(p.grad)
+                p.grad /= self._transport.world_size

@@ -27,11 +27,12 @@ from fusedonebit.core.resolved import Options
 from fusedonebit.core.settings import VARIANCE_FLOOR, StateKind
 
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, NaiveOneBitAdam, settled
-from .compressed import CompressedAdamW
+from .alike import AlikeTransport
+from .compressed import OnAverages
 from .rivals import RIVALS
 from .rivals.frame import Rival
 from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
-from .workers import AlikeTransport, BatchedZeroOneAdam
+from .workers import BatchedZeroOneAdam
 
 
 def _torchs(params: Params, of: Setting) -> AveragedAdamW:
@@ -151,6 +152,12 @@ STATES: tuple[StateKind, ...] = ("bf16", "8bit")
 LENGTHS = (4, 8, 16, 32)
 """Of long rounds of 0/1 Adam."""
 
+COMPRESSED: dict[str, dict[str, Any]] = {
+    f"compress-{bits}{'' if feedback else '-none'}": {"bits": bits, "feedback": feedback}
+    for bits, feedback in ((8, "bf16"), (4, "bf16"), (1, "bf16"), (8, None), (4, None))
+}
+"""How ``fusedonebit.compress`` averages gradients; AdamW's plain by name, after "sgd-" and "muon-" the others'."""
+
 CONTENDERS: dict[str, Contender] = {
     "adamw": of_adam(_torchs),
     "onebit-adam": of_adam(_onebit_adam),
@@ -186,11 +193,11 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "onebit-lamb-paper": of_lamb(partial(_onebit_lamb, numerics=PAPER, faults=UNGUARDED)),
     "naive-onebit-adam": Contender(partial(_adam, kind=NaiveOneBitAdam), parent="adamw"),
+    **{name: of_adam(partial(OnAverages, base="adamw", **how)) for name, how in COMPRESSED.items()},
     **{
-        f"compress-{bits}{'' if feedback else '-none'}": Contender(
-            partial(CompressedAdamW, bits=bits, feedback=feedback), parent="adamw"
-        )
-        for bits, feedback in ((8, "bf16"), (4, "bf16"), (1, "bf16"), (8, None), (4, None))
+        name: Contender(partial(OnAverages, base=base, **how), parent=base, rate=rate, batched=True)
+        for base, rate in (("sgd", 10.0), ("muon", 1.0))
+        for name, how in {base: {}, **{f"{base}-{k}": v for k, v in COMPRESSED.items()}}.items()
     },
     "adam-frozen-no-floor": of_adam(partial(_adam, frozen=True, floor=0.0)),
     "zero-one-adam-16": of_adam(partial(_zero_one_adam, most=16), local=True),

@@ -16,7 +16,6 @@ from torch import Tensor
 from fusedonebit.comm import CompressedAllReduce, StepContext
 from fusedonebit.comm.reducer import Compress
 from fusedonebit.comm.shared_squares import Unit
-from fusedonebit.comm.transport import CountingTransport, Pending, Waiting
 from fusedonebit.core.optimizer import DistributedOptimizer
 from fusedonebit.optim.bit_rounds import BitRounds
 from fusedonebit.optim.local_adam import LocalAdam
@@ -28,35 +27,9 @@ from fusedonebit.triton_kernels import LiveTable, local_step
 from fusedonebit.triton_kernels.local_step import LocalStep
 from fusedonebit.triton_kernels.nouns import Preconditioner
 
+from .alike import AlikeTransport
+from .compressed import Averages, OnAverages
 from .rivals.frame import Rival
-
-
-class AlikeTransport(CountingTransport):
-    """Ranks that all hold the same, seen from one of them: what arrives follows from what it sends itself.
-
-    A sum over W ranks is W times the value: exact, as a sum in rank order is, where W is a power of 2.
-    """
-
-    library = "alike"
-
-    def _move(self, collective: str, *tensors: Tensor) -> None:
-        received, sent = tensors[0], tensors[-1]
-        if collective == "all_reduce":
-            received.mul_(self.world_size)
-        elif collective == "reduce_scatter":
-            received.copy_(sent.view(self.world_size, -1)[self.rank]).mul_(self.world_size)
-        elif collective == "all_to_all":
-            received.copy_(sent[self.rank].expand_as(received))
-        elif collective == "all_gather":
-            received.copy_(sent.expand_as(received))
-
-    def exchange(self, received: Tensor, source: int, sent: Tensor, destination: int) -> Pending:
-        self.traffic.add(sent.nbytes)
-        received.copy_(sent)
-        return Waiting()
-
-    def __repr__(self) -> str:
-        return f"alike (rank {self.rank} of {self.world_size})"
 
 
 class WorkerAllReduce(CompressedAllReduce):
@@ -248,7 +221,7 @@ class BatchedZeroOneAdam(ZeroOneAdam):
 
 def batch_workers(
     optimizer: torch.optim.Optimizer, others: Sequence[Sequence[Tensor]] = ()
-) -> BatchedAllReduce | Rival | None:
+) -> BatchedAllReduce | Averages | Rival | None:
     """Let an optimizer over an ``AlikeTransport`` stand for all of its workers.
 
     Args:
@@ -261,6 +234,8 @@ def batch_workers(
     if isinstance(optimizer, Rival):
         optimizer.stand_for(others)
         return optimizer
+    if isinstance(optimizer, OnAverages):
+        return optimizer.averages
     algorithm = optimizer.algorithm if isinstance(optimizer, DistributedOptimizer) else None
     if not isinstance(algorithm, (TwoStage, BatchedLocalAdam)):
         return None

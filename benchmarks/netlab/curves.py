@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.lab.alike import AlikeTransport
 from benchmarks.lab.rivals.powersgd import PowerSGD
 from benchmarks.lab.rivals.quantised import BFloat16, Quantised
 from benchmarks.lab.setting import Setting
-from benchmarks.lab.workers import AlikeTransport, BatchedZeroOneAdam, batch_workers
+from benchmarks.lab.workers import BatchedZeroOneAdam, batch_workers
 from fusedonebit import OneBitAdam, policies
 
 from .hooks import POWER_SGD_RANK, POWER_SGD_START

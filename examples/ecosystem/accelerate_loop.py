@@ -49,7 +49,8 @@ def main() -> None:
     digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters()))
     print(
         f"rank {accelerator.process_index}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, phase {stats['phase']}, "
-        f"sent {stats['bytes_step']:,} instead of {stats['bytes_fp32']:,} bytes, parameters {digest.hexdigest()[:16]}"
+        f"sent {stats['bytes_total']:,} instead of {STEPS * stats['bytes_fp32']:,} bytes, "
+        f"parameters {digest.hexdigest()[:16]}"
     )
 
 

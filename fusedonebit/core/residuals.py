@@ -132,7 +132,7 @@ class Residuals:
         That is its own, or where as many ranks have saved that others' are left over, or none, a share of these.
         """
         about, room = json.loads(saved), {"about": ""}  # type: Any, dict[str, Any]
-        for rank in self._whose(about):
+        for rank in self.whose(saved):
             room |= {f"{rank}.{name}": x for name, x in self.room_for(about, rank).items()}
         return room
 
@@ -142,15 +142,24 @@ class Residuals:
         self.forget()
         self.number = about["number"]
         same = about["world_size"] == self.ranks.world_size and Format(*about["form"]) == self.form
-        for rank in self._whose(about):
+        for rank in self.whose(state["about"]):
             own = {name.removeprefix(f"{rank}."): x for name, x in state.items() if name.startswith(f"{rank}.")}
             if same:
                 self.take(about, own)
             else:  # a mean over other numbers of ranks weighs otherwise
                 self.add(about, rank, own, self.ranks.world_size / about["world_size"])
 
-    def _whose(self, about: Mapping[str, Any]) -> range:
-        return range(self.ranks.rank, about["world_size"], self.ranks.world_size)
+    def whose(self, saved: str) -> range:
+        """Return of which ranks this one takes what they have left, in a state whose ``about`` is ``saved``."""
+        return range(self.ranks.rank, json.loads(saved)["world_size"], self.ranks.world_size)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless ``load_state_dict`` can take a state."""
+        room = self.template(state["about"])
+        wanted, given = ({k: tuple(x.shape) for k, x in of.items() if k != "about"} for of in (room, state))
+        if wrong := sorted(k for k in wanted | given if wanted.get(k) != given.get(k)):
+            k = wrong[0]
+            raise ValueError(f"compression of another model: {k} has shape {given.get(k)}, here {wanted.get(k)}")
 
 
 def named(prefix: str, sides: Mapping[str, Stored | None]) -> dict[str, Tensor]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from ..core.residuals import Feedback
 from . import of_each_rank
 from .ddp import Handle
+
+if TYPE_CHECKING:
+    from .any_optimizer import DdpCompression
+    from .fsdp_compression import FsdpCompression
 
 
 def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> Handle | None:
@@ -38,7 +43,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
     handle = of_each_rank.attach_once(model, inside)
 
     def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-        of_each_rank.save(inside.frame, inside.state_dict, output_dir)
+        of_each_rank.save(inside.frame.ranks, inside.state_dict, output_dir)
 
     def load(models: list[torch.nn.Module], input_dir: str) -> None:
         of_each_rank.hand_over(inside, input_dir)
@@ -46,3 +51,37 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return handle
+
+
+def compress(
+    accelerator: Accelerator, model: torch.nn.Module, bits: int = 4, *, feedback: Feedback = "default"
+) -> DdpCompression | FsdpCompression | None:
+    """Do what ``fusedonebit.compress`` does, with any optimizer; let ``save_state`` and ``load_state`` keep residuals.
+
+    Each rank writes a file of its own into the folder, ``onebit-compression-rank-R-of-W.pt``, which all ranks must
+    reach. ``load_state`` takes those of any number of ranks.
+
+    Args:
+        accelerator: That has prepared the model.
+        model: As ``accelerator.prepare`` has returned it.
+        bits, feedback: As of ``fusedonebit.compress``.
+
+    Returns:
+        What ``fusedonebit.compress`` does; None in a single process.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: on every rank, as ``fusedonebit.compress`` does.
+    """
+    made = of_each_rank.compress_once(model, bits, feedback, accelerator.scaler)
+    if made is None:
+        return None
+
+    def save(models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        of_each_rank.save(made.world, made.state_dict, output_dir, of_each_rank.RESIDUALS)
+
+    def load(models: list[torch.nn.Module], input_dir: str) -> None:
+        of_each_rank.load_residuals(made, input_dir)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    return made

@@ -1,18 +1,24 @@
-"""Lightning, by one callback."""
+"""Lightning, by one callback: with an optimizer of ours, or with any."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..core.optimizer import DistributedOptimizer
+from ..core.residuals import Feedback, check_form
 from ..core.sharding import plain
 from . import of_each_rank
 
-KEY = "optimizer_states_of_ranks"
-"""Of a checkpoint: one list for each rank, of its optimizers' states."""
+KEY, RESIDUALS = "optimizer_states_of_ranks", "residuals_of_ranks"
+"""Of a checkpoint: one list for each rank, of its optimizers' states; each rank's residuals."""
+
+if TYPE_CHECKING:
+    from .any_optimizer import DdpCompression
+    from .fsdp_compression import FsdpCompression
 
 
 class OneBit(Callback):  # type: ignore[misc]  # of a package without types
@@ -38,9 +44,7 @@ class OneBit(Callback):  # type: ignore[misc]  # of a package without types
         """See Lightning; on all ranks."""
         own = checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])  # Lightning can't load DTensors
         if trainer.world_size > 1 and any(optimizer.algorithm.compressed for optimizer in _ours(trainer)):
-            states = [None] * trainer.world_size if trainer.global_rank == 0 else None
-            dist.gather_object(own, states)
-            checkpoint[KEY] = states
+            checkpoint[KEY] = _of_all(trainer, own)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """See Lightning; on all ranks, before the optimizers' states are restored."""
@@ -53,6 +57,51 @@ class OneBit(Callback):  # type: ignore[misc]  # of a package without types
                 "resume on as many"
             )
         checkpoint["optimizer_states"] = states[trainer.global_rank]
+
+
+class Compress(Callback):  # type: ignore[misc]
+    """Makes a Trainer do what ``fusedonebit.compress`` does: ``Trainer(callbacks=[Compress(bits=4)])``.
+
+    Its optimizers are any; Trainer may clip. In a checkpoint rank 0 gathers all ranks' residuals, under
+    ``residuals_of_ranks``, and holds all of them for a moment; a run that resumes takes them, on any number of ranks.
+
+    Args:
+        bits, feedback: As of ``fusedonebit.compress``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: when training begins, on every rank, as ``fusedonebit.compress`` does.
+    """
+
+    def __init__(self, bits: int = 4, *, feedback: Feedback = "default") -> None:
+        check_form(bits, feedback)
+        self._how: tuple[int, Feedback] = bits, feedback
+        self._made: DdpCompression | FsdpCompression | None = None
+        self._saved: list[dict[str, Any]] | None = None  # of a checkpoint, which is loaded before training begins
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See Lightning: all is made and loaded, and no backward pass was done."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._made = of_each_rank.compress_once(trainer.strategy.model, *self._how, scaler)
+        saved, self._saved = self._saved, None
+        if self._made is not None and saved is not None:
+            share = partial(of_each_rank.share, self._made, saved.__getitem__)
+            of_each_rank.take(self._made, share)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """See Lightning; on all ranks."""
+        if self._made is not None:
+            checkpoint[RESIDUALS] = _of_all(trainer, self._made.state_dict())
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """See Lightning; on all ranks, before training begins."""
+        self._saved = checkpoint.get(RESIDUALS)
+
+
+def _of_all(trainer: Trainer, own: Any) -> list[Any] | None:
+    """Return what each rank has, on rank 0."""
+    states = [None] * trainer.world_size if trainer.global_rank == 0 else None
+    dist.gather_object(own, states)
+    return states
 
 
 def _ours(trainer: Trainer) -> list[DistributedOptimizer]:

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Transport, agree
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer, frame_of
+from ..core.residuals import Feedback
+from ..core.world import World
+from .any_optimizer import DdpCompression, compress
 from .ddp import Handle, attach
+from .seat import Seat
+
+if TYPE_CHECKING:
+    from .fsdp_compression import FsdpCompression
+
+OPTIMIZER, RESIDUALS = "onebit", "onebit-compression"
+"""What files of each rank's state are called."""
 
 
 def ours(optimizer: Any) -> DistributedOptimizer:
@@ -43,18 +54,32 @@ def refuse_clipping(frame: Frame, setting: str, given: Any, off: Any) -> None:
         )
 
 
-def path_of(transport: Transport, folder: str | Path) -> Path:
+def compress_once(
+    model: Any, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None
+) -> DdpCompression | FsdpCompression | None:
+    """Do what ``compress`` does where it was not done; a process that is alone has nobody to send to."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    seat = Seat.of(model) if isinstance(model, DistributedDataParallel) else None
+    if seat is not None and isinstance(seat.taken_by, DdpCompression):
+        return seat.taken_by
+    return compress(model, bits, feedback=feedback, scaler=scaler)
+
+
+def path_of(transport: Transport, folder: str | Path, what: str = OPTIMIZER) -> Path:
     """Return where this rank's state lies in ``folder``."""
-    return Path(folder) / f"onebit-rank-{transport.rank}-of-{transport.world_size}.pt"
+    return Path(folder) / f"{what}-rank-{transport.rank}-of-{transport.world_size}.pt"
 
 
-def save(frame: Frame, state_dict: Callable[[], dict[str, Any]], folder: str | Path) -> None:
+def save(ranks: World, state_dict: Callable[[], dict[str, Any]], folder: str | Path, what: str = OPTIMIZER) -> None:
     """Write this rank's state, which ``state_dict`` returns, into ``folder``; every rank calls it.
+
+    Files of another number of ranks, which an older checkpoint may have left there, are removed.
 
     Raises:
         OSError: if it can't be written; the other ranks raise ``DisagreementError``.
     """
-    path, error = path_of(frame.ranks.transport, folder), None
+    path, error = path_of(ranks.transport, folder, what), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".tmp")
@@ -62,7 +87,54 @@ def save(frame: Frame, state_dict: Callable[[], dict[str, Any]], folder: str | P
         partial.replace(path)  # a crash leaves the old file or the new one
     except Exception as caught:
         error = caught
-    agree(frame.ranks.transport, [], frame.device, error, f"{folder} holds no whole checkpoint")
+    agree(ranks.transport, [], ranks.device, error, f"{folder} holds no whole checkpoint")
+    if ranks.transport.rank == 0:
+        for other in path.parent.glob(f"{what}-rank-*.pt"):
+            if not other.name.endswith(f"-of-{ranks.transport.world_size}.pt"):
+                other.unlink()
+
+
+def load_residuals(compression: DdpCompression | FsdpCompression, folder: str | Path) -> None:
+    """Take the residuals that lie in ``folder``, of as many ranks as there were; all ranks call it.
+
+    Where there are none they begin at zero, as in a run that was not compressed before.
+
+    Raises:
+        OSError, ValueError: if files are missing, or of another model; the other ranks raise ``DisagreementError``.
+    """
+
+    def read() -> dict[str, Any] | None:
+        if not (found := sorted(Path(folder).glob(f"{RESIDUALS}-rank-*.pt"))):
+            return None
+        of = found[0].stem.rpartition("-")[2]
+        names = [Path(folder) / f"{RESIDUALS}-rank-{rank}-of-{of}.pt" for rank in range(int(of))]
+        return share(compression, lambda rank: torch.load(names[rank], map_location="cpu", weights_only=True))
+
+    take(compression, read, f"all ranks must reach all files in {folder}")
+
+
+def take(
+    compression: DdpCompression | FsdpCompression, read: Callable[[], dict[str, Any] | None], hint: str = ""
+) -> None:
+    """Take the residuals that ``read`` returns, None if there are none; all ranks call it, and one error is all's."""
+    state, error = None, None
+    try:
+        state = read()
+    except Exception as caught:
+        error = caught
+    agree(compression.ranks, [("each rank has residuals", str(state is not None))], compression.device, error, hint)
+    if state is not None:
+        compression.load_state_dict(state)
+
+
+def share(compression: DdpCompression | FsdpCompression, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """Return what this rank takes of the states of all ranks that saved; ValueError if they are of another model."""
+    first = state_of(0)
+    taken = {"about": first["about"]}
+    for rank in compression.whose(first["about"]):
+        taken |= first if rank == 0 else state_of(rank)
+    compression.check(taken)
+    return taken
 
 
 def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
@@ -78,7 +150,7 @@ def hand_over(optimizer: DistributedOptimizer, folder: str | Path) -> None:
     try:
         if path.exists():
             state = torch.load(path, map_location="cpu", weights_only=True)
-        elif others := sorted(each.name for each in Path(folder).glob("onebit-rank-*.pt")):
+        elif others := sorted(each.name for each in Path(folder).glob(f"{OPTIMIZER}-rank-*.pt")):
             raise FileNotFoundError(
                 f"{path} is missing, but {folder} has {', '.join(others[:4])}: resume on as many ranks as have saved, "
                 "each with its file within reach"

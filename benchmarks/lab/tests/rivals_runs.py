@@ -11,6 +11,7 @@ from rivals_by_the_book import Run
 from torch import Tensor
 from torch.nn import Parameter
 
+from benchmarks.lab.alike import AlikeTransport
 from benchmarks.lab.rivals.demo import DeMo
 from benchmarks.lab.rivals.diloco import AVERAGE, SHORT, DiLoCo
 from benchmarks.lab.rivals.ef_sgdm import ErrorFeedbackSGDM
@@ -22,7 +23,6 @@ from benchmarks.lab.rivals.powersgd import PowerSGD
 from benchmarks.lab.rivals.quantised import BFloat16, Quantised
 from benchmarks.lab.rivals.sparseloco import SparseLoCo
 from benchmarks.lab.setting import Setting
-from benchmarks.lab.workers import AlikeTransport
 
 WORKERS, STEPS = 4, 25
 SHAPES = [(24, 20), (20,), (6, 3, 2, 2), (40, 60), (20,), (61, 70), (100,)]

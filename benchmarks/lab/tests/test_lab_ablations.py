@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from benchmarks.lab.ablations import ExactMomentum, LivingAdam
-from benchmarks.lab.workers import AlikeTransport, batch_workers
+from benchmarks.lab.alike import AlikeTransport
+from benchmarks.lab.workers import batch_workers
 from fusedonebit import reference
 from fusedonebit.core import formats
 
