@@ -134,7 +134,7 @@ test-ptx: $(READY)
 
 # torch stays the pinned one; no model or data set is downloaded.
 $(VENV)/.ecosystem: $(READY)
-	@echo "installing transformers, accelerate and lightning: a minute, the first time"
+	@echo "installing transformers, accelerate, lightning, bitsandbytes and torchao: a minute, the first time"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[ecosystem]"
 	@touch $@
 

@@ -142,7 +142,7 @@ def test_ranks_are_the_same_after_two_thousand_steps(kind, world_size):
     assert all(torch.equal(params, found[0][2]) for *_, params in found)
 
 
-def compiled(rank: int, world_size: int, kind: str) -> tuple[float, float, torch.Tensor]:
+def compiled(rank: int, world_size: int, kind: str, backend: str) -> tuple[float, float, torch.Tensor]:
     """The same of a model that torch compiles, in buckets of the usual size."""
     if kind == "fsdp":
         model, _ = wrapped(kind, 4, None)
@@ -150,15 +150,16 @@ def compiled(rank: int, world_size: int, kind: str) -> tuple[float, float, torch
         torch.manual_seed(0)
         model = DistributedDataParallel(Net())
         fusedonebit.compress(model)
-    fast, optimizer = torch.compile(model, backend="aot_eager"), SGD(model.parameters(), 0.1, momentum=0.9)
+    fast, optimizer = torch.compile(model, backend=backend), SGD(model.parameters(), 0.1, momentum=0.9)
     first = train(fast, optimizer, rank, range(1))
     return first, train(fast, optimizer, rank, range(1, 40)), flat(model)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.needs_compiler)])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_compiled_model_trains(kind):
-    found = run_ranks(compiled, 2, kind)
+def test_a_compiled_model_trains(kind, backend):
+    found = run_ranks(compiled, 2, kind, backend)
     for first, last, params in found:
         assert last < 0.9 * first
         assert torch.equal(params, found[0][2])

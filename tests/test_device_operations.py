@@ -5,8 +5,10 @@ Beside each number is the one that is aimed at. A test that fails prints what wa
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,9 +28,10 @@ from fusedonebit import (
     Wire,
     ZeroOneAdam,
 )
-from fusedonebit.comm import LocalTransport, SimulatedGroup
+from fusedonebit.comm import Format, LocalTransport, QuantisedAllReduce, SimulatedGroup, Step
+from fusedonebit.comm.simulated import SimulatedTransport
 from fusedonebit.optim.policies import FixedRounds, Progress
-from fusedonebit.triton_kernels import using
+from fusedonebit.triton_kernels import FlatLayout, using
 
 
 @dataclass(frozen=True)
@@ -223,3 +226,26 @@ def test_a_step_makes_as_many_device_operations_as_recorded(name, tensors, world
     print(f"{name}, {tensors} tensors, W = {world_size}: {total} device operations ({aimed_at} aimed at)")
     scheduled = 1 + (name in MADE_ANEW or name.startswith("Marsit")) if tensors == 302 else 0
     assert total == recorded + scheduled
+
+
+def averaged(rank: int, transport: SimulatedTransport, tensors: int, form: Format) -> Counter[str]:
+    """What the third exchange of a bucket does."""
+    sizes, device = (300,) * tensors, torch.device("cpu")
+    average = QuantisedAllReduce(FlatLayout(sizes, 2, form.block_size), transport, form, device)
+    gradients = [torch.ones(n) for n in sizes]  # DDP's lie in its buckets, always at the same place
+    for number in (1, 2):
+        average(gradients, Step(number))
+    with counting() as counted:
+        average(gradients, Step(3))
+    return Counter(counted)
+
+
+@pytest.mark.parametrize(("bits", "feedback"), [(4, "bf16"), (8, None), (1, "8bit")])
+@pytest.mark.parametrize("tensors", [3, 302])
+def test_a_bucket_of_compressed_gradients_is_four_launches(tensors, bits, feedback):
+    group = SimulatedGroup(2)
+    with using("triton"), without_kernels():
+        found = group.run(partial(averaged, tensors=tensors, form=Format(bits, feedback)))[0]
+    print(f"{bits} bits, residuals in {feedback}, {tensors} tensors: {dict(found)}")
+    kernels = ["quantise", "requantise", "dequantise"] + ["take_back"] * (feedback is not None)
+    assert found == Counter([f"kernel {name}" for name in kernels] + ["collective all_to_all", "collective all_gather"])

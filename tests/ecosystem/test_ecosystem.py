@@ -86,3 +86,18 @@ def test_any_optimizers_gradients_are_compressed(library: str, tmp_path: Path):
     assert len({digest for pair in digests for digest in pair}) == 1
     why = "compression of another model: 1.0.worker.numbers" if library == "lightning" else "rank-1-of-2.pt"
     assert len(re.findall(rf"refused: (?:(?!refused).)*{why}", output)) == 2, output  # lines of two may be one
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_optimizers_in_8_bits_take_gradients_in_4(library: str):
+    pytest.importorskip(library)
+    output = run(
+        *LAUNCHERS["torchrun"], "--nproc-per-node", "2", str(Path(__file__).parent / "compress_8bit.py"), library
+    )
+    (first, *_), (last, *_), parameters = zip(
+        *re.findall(r"loss ([\d.]+) -> ([\d.]+), parameters (\w{16})", output), strict=True
+    )
+    print(f"{library}: loss {first} -> {last}")
+    assert float(last) < 0.7 * float(first)
+    assert len(parameters) == 2
+    assert len(set(parameters)) == 1
