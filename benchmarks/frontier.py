@@ -34,8 +34,10 @@ BUDGETS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.0)
 NOMINAL = (0.27, 1.1, 2.1, 4.0)
 """Those of one, four, eight and sixteen bits each way with their scales, for which ``BUDGETS`` have no room."""
 OURS = (
-    *("onebit-adam-living", "onebit-adam-living-0", "zero-one-adam-own", "zero-one-adam-own-2"),
+    *("onebit-adam-living", "onebit-adam-living-0"),
+    *("zero-one-adam-shared", "zero-one-adam-own", "zero-one-adam-own-2"),
     *(f"zero-one-adam-own-{length}" for length in LENGTHS),
+    *("compress-8", "compress-4", "compress-1"),
 )
 PAPERS = ("onebit-adam", "zero-one-adam", "zero-one-adam-16", "marsit-adam")
 """Ours as their papers have them: beside the rivals."""
