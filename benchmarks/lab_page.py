@@ -28,6 +28,14 @@ OURS = (LIVING[0], "onebit-adam", "zero-one-adam-shared", LAMB[1])
 APART = {LIVING[0]: "OneBitAdam", OURS[2]: "ZeroOneAdam", "zero-one-adam-own": "the same in rounds of one"}
 """Those that are looked at where workers' data differ, at AdamW's rates, and what they are called."""
 
+COMPRESSED = ("compress-8", "compress-4", "compress-8-none", "compress-4-none", "compress-1")
+"""AdamW at its rates, on gradients that ``compress`` averages; for SGD and Muon names begin with theirs."""
+
+
+def compressed_table(records: Records) -> str:
+    """Return how much worse AdamW is at 4 workers and its own rate where its gradients are compressed."""
+    return markdown(rows(records, View(parents=True), COMPRESSED, FIRST))
+
 
 def headline_table(records: Records) -> str:
     """Return how much worse ours are than what they compress, at 4 workers and its rates."""
@@ -70,6 +78,10 @@ def page_tables(records: Records) -> str:
     apart = [v for v in views(records) if v.parents and v.alike < 1]
     parts += [f"{v.title.capitalize()}:\n\n{markdown(rows(records, v, ['adamw', *APART], LATER))}" for v in later]
     parts += [f"{v.title.capitalize()}:\n\n{markdown(rows(records, v, ['adamw', *APART]))}" for v in apart]
+    for base in ("adamw", "sgd", "muon"):
+        names = [base, *(name if base == "adamw" else f"{base}-{name}" for name in COMPRESSED)]
+        made = [v for v in views(records) if v.parents and any(v.runs(records, task, names[1]) for task in FIRST)]
+        parts += [f"{v.title.capitalize()}, by `compress`:\n\n{markdown(rows(records, v, names))}" for v in made]
     parts.append(f"Tuned learning rates:\n\n{markdown(rates(records, (*HEADLINE, *VOTES)))}")
     return "\n".join(parts)
 
@@ -78,7 +90,8 @@ def ablations(records: Records) -> str:
     """Return, at their parents' rates, what a frozen variance does alone; and single parts of ours, a row for each."""
     recorded = {key.optimizer for key in records.found}
     shown = {*HEADLINE, *LIVING, *VOTES, FROZEN}
-    others = [name for name in CONTENDERS if name in recorded - shown]
+    others = [name for name in CONTENDERS if name in recorded - shown and "compress-" not in name]
+    others = [name for name in others if name not in ("sgd", "muon")]
     view = View(parents=True)
     parts = map(list, zip(*rows(records, view, others), strict=True))
     return f"{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}"
@@ -92,9 +105,10 @@ def main() -> None:
     plot_toys(DOCS / "toys.png")
     write_tables(DOCS / "choose.md", headline_table(records), "LAB")
     write_tables(DOCS / "choose.md", apart_table(records), "APART")
+    write_tables(DOCS / "compress.md", compressed_table(records), "LAB")
     write_tables(TABLES / "lab.md", page_tables(records))
     write_tables(TABLES / "ablations.md", ablations(records))
-    print("wrote the tables of docs/choose.md, docs/tables/lab.md and docs/tables/ablations.md")
+    print("wrote the tables of docs/choose.md, docs/compress.md, docs/tables/lab.md and docs/tables/ablations.md")
 
 
 if __name__ == "__main__":

@@ -106,6 +106,10 @@ def requantise(w: Wide, after: Any) -> None:
     ]
 
 
+SHARES = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.uint8: 0.25}
+"""Of what a residual is stored in, below which what is taken back counts as rounding."""
+
+
 @formula
 def take_back(w: Wide, after: Any) -> None:
     a, live, blocks = w.before, w.rows(w.live), len(w.owner)
@@ -115,7 +119,10 @@ def take_back(w: Wide, after: Any) -> None:
     taken = (np.abs(g) <= LARGEST_GRADIENT).all(1) & ~absent(a.sent._replace(absent=a.sent.absent[:1]), w.owner.numpy())
     taken &= agreed(a.arrived.words, a.own_words, NONE) != 0
     size = np.abs(e) + np.abs(sent) + np.where(np.isfinite(g), np.abs(g), 0.0)
-    expected = np.where(live & taken[:, None], e + sent - g, e)
+    s = np.broadcast_to(scales(a.sent)[..., None], levels(a.sent, a.bits, w.block).shape).reshape(g.shape)
+    share = SHARES[a.residual.numbers.dtype]
+    lost = np.abs(e + sent - g) <= np.maximum(share * (np.abs(e) + s), 2.0**-22 * np.abs(g))
+    expected = np.where(live & taken[:, None], np.where(lost, 0.0, e + sent - g), e)
     near(residual(after.residual, a, blocks), expected, 4 * EPS32 * size + 1e-38)
 
 

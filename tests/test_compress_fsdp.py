@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch.distributed import _make_nccl_premul_sum
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.optim import SGD
 
 import fusedonebit
@@ -134,7 +135,7 @@ def missing(rank: int, world_size: int, feedback: Any, sends_zeros: bool) -> str
         (None, False, "2.00"),
         (None, True, "2.00"),
         ("fp32", True, "2.00"),
-        ("fp32", False, "gradients are missing in the"),
+        ("fp32", False, "the gradients of first.weight's group are others than at compress()"),
     ],
 )
 def test_gradients_may_be_missing(feedback, sends_zeros, told):
@@ -161,6 +162,10 @@ def test_rows_of_a_flat_tensor_are_parts_of_parameters(ranks):
     assert all(torch.equal(x, y) for x, y in zip(rows.split(joined), params, strict=True))
 
 
+def columns(p: torch.nn.Parameter) -> Shard | None:
+    return Shard(1) if p.dim() == 2 else None
+
+
 def mistakes(rank: int, world_size: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     said: dict[str, str] = {}
@@ -178,6 +183,9 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
     attempt("native HSDP", lambda net: fully_shard(net, mesh=mesh))
     attempt("twice", lambda net: fully_shard(net, mesh=mesh["shard"]))
     attempt("replicas", lambda net: fully_shard(net, mesh=mesh["shard"]), replicas=3)
+    shards = mesh["shard"].get_group()
+    attempt("shards", lambda net: fully_shard(net, mesh=mesh["shard"]), replicas=shards)
+    attempt("columns", lambda net: fully_shard(net, mesh=mesh["shard"], shard_placement_fn=columns), bits=1)
     return said
 
 
@@ -189,6 +197,26 @@ def test_what_is_wrong_is_said_on_every_rank():
         assert "compress(model, replicas=mesh['replicate'].get_group())" in said["native HSDP"]
         assert said["twice"].startswith("RuntimeError: model is compressed already")
         assert said["replicas"].startswith("TypeError: replicas must be a torch.distributed group, got int")
+        assert said["shards"].startswith("ValueError: replicas must be ranks that have the same shard as this one")
+        assert said["columns"].startswith("ValueError: feedback must be None where parameters are sharded along")
+
+
+def begun(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether a model that was evaluated before, without a sharded root, is averaged; and shares its messages."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    for layer in net:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+    net(torch.ones(2, 64))
+    compression = fusedonebit.compress(net, 8)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    net(x).square().sum().backward()
+    shared = len({id(exchange.sent) for scatter in compression.scatters for exchange in scatter.sums.values()}) == 1
+    return all(whole(p.grad).isfinite().all() for p in net.parameters()), shared
+
+
+def test_blocks_alone_may_be_sharded_and_share_their_messages():
+    assert run_ranks(begun, 2) == [(True, True), (True, True)]
 
 
 def detached(rank: int, world_size: int) -> tuple[str, bool]:

@@ -68,6 +68,13 @@ def test_without_files_state_of_another_rank_is_refused(tmp_path: Path):
         assert "each rank must load the file that it saved itself" in told
 
 
+def test_files_of_another_number_of_ranks_do_not_stay(tmp_path: Path):
+    (tmp_path / "onebit-rank-3-of-4.pt").touch()
+    _, optimizer = make()
+    of_each_rank.save(optimizer.frame.ranks, optimizer.state_dict, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["onebit-rank-0-of-1.pt"]
+
+
 def unwritable(rank: int, world_size: int, folder: str) -> str:
     _, optimizer = make()
     where = Path(folder) / ("file" if rank else "fine")

@@ -61,7 +61,7 @@ def test_no_overlap_exposes_all_and_sends_each_message_once():
 def test_only_ddps_hooks_and_our_overlap_hide_anything():
     plan = Plan(10**9, 16, SLOW, compute=1.0)
     hidden = {name for name, told in plan.steps().items() if told.exposed < 0.999 * told.messages}
-    assert hidden == {"fp32", "bf16", "int8", "powersgd", "flat-overlap"}
+    assert hidden == {"fp32", "bf16", "int8", "powersgd", "compress-8", "compress-4", "flat-overlap"}
     assert "flat-overlap" not in replace(plan, overlap=False).steps()
 
 
@@ -269,7 +269,8 @@ def test_the_command_says_first_whether_to_compress(tmp_path, capsys, monkeypatc
     assert rival.startswith("Faster than all of ours: PowerSGD, rank 4 (powerSGD_hook), 364 ms a step")
     assert empty == ""
     assert asked.startswith("340,000,000 parameters on 256 GPUs, 4 a node; a node sends 0.5125 GB/s (4.1 Gbit/s)")
-    methods = ("bf16 all-reduce", "PowerSGD, rank 4", "1-bit, bf16 inside", "0/1 Adam, 2 steps", "Marsit, owner")
+    methods = ["bf16 all-reduce", "PowerSGD, rank 4", "4-bit gradients", "1-bit, bf16 inside"]
+    methods += ["0/1 Adam, 2 steps", "Marsit, owner"]
     assert [line[:18].rstrip() for line in table] == ["per node and step", *methods]
     assert "--all prints every method" in more
     assert not any(tmp_path.iterdir())
@@ -278,12 +279,12 @@ def test_the_command_says_first_whether_to_compress(tmp_path, capsys, monkeypatc
 def test_all_methods_other_numbers_and_a_picture_are_asked_for(tmp_path, capsys):
     assert plan("--all", "--out", str(tmp_path), step_ms="363") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if re.search(r"\dx ", line)]) == 13
+    assert len([line for line in lines if re.search(r"\dx ", line)]) == 15
     scale = lines[lines.index("", 4) + 1 : -1]
     assert scale[0].split()[3:] == ["2", "32", "256", "512", "8,192", "16,384"]
-    assert scale[12].split()[2:] == ["-", "620", "609", "596", "591", "594"]  # two GPUs make no torus
+    assert scale[14].split()[2:] == ["-", "620", "609", "596", "591", "594"]  # two GPUs make no torus
     assert scale[4].count("*") == 6  # PowerSGD is the fastest of all, everywhere
-    assert len(scale) == 14
+    assert len(scale) == 16
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert lines[-1] == f"picture: {tmp_path / 'plan.png'}"
 
@@ -292,7 +293,14 @@ def test_a_picture_names_the_best_of_each_family_in_order():
     figure, axis = plt.subplots()
     plan_plot.draw(axis, Plan(340_000_000, 256, Network(0.5e9, 10e9, 4), 0.363))
     told = [text.get_text() for text in axis.get_legend().get_texts()]
-    methods = ["bf16 all-reduce", "1-bit, bf16 inside", "0/1 Adam, 2 steps", "Marsit, owner", "PowerSGD, rank 4"]
+    methods = [
+        "4-bit gradients",
+        "bf16 all-reduce",
+        "1-bit, bf16 inside",
+        "0/1 Adam, 2 steps",
+        "Marsit, owner",
+        "PowerSGD, rank 4",
+    ]
     assert told == [*methods, "compute alone,\n363 ms"]
     assert [text.get_text() for text in axis.texts] == ["256 GPUs: 449 ms"]
     plt.close(figure)
@@ -352,7 +360,7 @@ def test_one_node_without_nvlink_needs_no_network(capsys):
     assert "a node sends" not in out
     fp32 = 2 * 4 * 340e6 * 7 / 8 / 12e9
     assert float(row(out, "fp32 all-reduce").split()[2]) == pytest.approx(1e3 * fp32, rel=0.05)
-    assert "16 " not in out.splitlines()[-14]  # more nodes are nowhere
+    assert "16 " not in out.splitlines()[-16]  # more nodes are nowhere
 
 
 @pytest.mark.parametrize(("link", "hop"), [("nvlink", 3.4), ("pcie", 5.7)])

@@ -19,6 +19,7 @@ SIGN = 128  # of a byte
 ROUNDER = 12582912.0  # 1.5 * 2^23: floats there are whole numbers
 ROUNDED = 0x4B400000  # its bits, to which whole numbers are added
 DRAW = 1.52587890625e-05  # 2^-16
+UNTOLD = 2.384185791015625e-07  # 2^-22: of a summand, more than what a sum rounds
 
 
 # ---------------------------------------------------------------- codes of 8 bits
@@ -92,6 +93,12 @@ def value(q, s):
 def left(x, q, s):
     """Return what a number of ``q`` levels leaves of x: the error that feedback carries."""
     return x - q * s
+
+
+@rule
+def told_apart(e, kept, s, g, rounded):
+    """Return e, or 0 where it can't be told from what a sum with g has rounded, or ``kept`` was when it was stored."""
+    return tl.where(tl.abs(e) > rounded * (tl.abs(kept) + s), tl.where(tl.abs(e) > tl.abs(g) * UNTOLD, e, 0.0), 0.0)
 
 
 @rule

@@ -215,10 +215,16 @@ def part_of_row(message: Levels, tile: Tile, block_size: int, bits: int) -> tupl
     return slice(first, last), slice(first * size, last * size)
 
 
+def scale_of_tile(of: Levels, row: int, tile: Tile, block_size: int, bits: int) -> Tensor:
+    """Return the scales of a row's tile, float32 [blocks, 1]."""
+    blocks, _ = part_of_row(of, tile, block_size, bits)
+    return (of.scales[row, blocks].int() << 16).view(torch.float32)[:, None]
+
+
 def load_tile(of: Levels, row: int, tile: Tile, block_size: int, bits: int) -> Tensor:
     """Return what a row says of a tile, float32 [blocks, block_size]."""
-    blocks, of_codes = part_of_row(of, tile, block_size, bits)
-    codes, scale = of.codes[row, of_codes], (of.scales[row, blocks].int() << 16).view(torch.float32)[:, None]
+    _, of_codes = part_of_row(of, tile, block_size, bits)
+    codes, scale = of.codes[row, of_codes], scale_of_tile(of, row, tile, block_size, bits)
     if bits == BYTE:
         q = codes.view(torch.int8).float()
     elif bits == NIBBLE:

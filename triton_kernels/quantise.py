@@ -200,7 +200,7 @@ def requantise(
 
 @jit()
 def take_back_kernel(
-    arrived, own_words, tensors_table, number, places, residual, unit, sent, seed, most,
+    arrived, own_words, tensors_table, number, places, residual, unit, sent, seed, most, rounded,
     TENSORS: tl.constexpr, BITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks. Bytes per element: nothing, as a rule."""
@@ -220,14 +220,23 @@ def take_back_kernel(
     if skip == 0:
         q, _ = levels.load_codes(levels.codes_at(sent, chunk, block, BITS, BLOCK_SIZE), BITS, BLOCK_SIZE)
         _, s = levels.load_scale(sent, chunk, block)
-        e = levels.carried_block(residual, unit, b, i, BLOCK_SIZE) + bit_rules.value(q, s) - g
+        kept = levels.carried_block(residual, unit, b, i, BLOCK_SIZE)
+        e = bit_rules.told_apart(kept + bit_rules.value(q, s) - g, kept, s, g, rounded)
         if unit is not None:
             e = tl.div_rn(e, tl.load(unit))
         drawn = levels.drawn_of_block(seed, b, i, BLOCK_SIZE)
         io.store(residual, drawn, b, i, tl.where(live, e, 0.0), True, BLOCK_SIZE)
 
 
-@op(take_back_kernel, writes=("residual.numbers", "residual.exponents"), derive=_SIZES)
+_ROUNDED = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.uint8: 2.0**-2}
+"""Of what a residual is stored in: more than a share that storing changes."""
+
+
+@op(
+    take_back_kernel,
+    writes=("residual.numbers", "residual.exponents"),
+    derive={**_SIZES, "rounded": ("fp32", lambda residual_numbers: _ROUNDED[residual_numbers.dtype])},
+)
 def take_back(
     arrived: Annotated[Levels, "rows=W"], own_words: Annotated[Flag, "WORDS"], tensors: Tensors, places: Places,
     residual: Stored, unit: Annotated[Floats, ""] | None, sent: Levels, seed: int, bits: int,
@@ -235,6 +244,8 @@ def take_back(
     """Make residuals what they were before ``quantise``, but for rounding, where messages have arrived with a flag.
 
         e = (e*unit + q*s - g)/unit
+
+    What rounding would leave of that is 0 instead: beside a gradient that is far larger an e of 16 or 8 bits is lost.
 
     Args:
         arrived: What servers, or of a reduce-scatter workers, have sent.
@@ -248,11 +259,10 @@ def take_back(
     for tile in levels.tiles_of(places, sent):
         g = only_live(gather(tensors, tile, places.block_size), places, tile)
         taken = (g.abs() <= LARGEST_GRADIENT).all(1) & ~levels.absent_blocks(sent.absent[:1], places, tile)
-        e = (
-            levels.carried_tile(residual, unit, tile)
-            + levels.load_tile(sent, tile.chunk, tile, places.block_size, bits)
-            - g
-        )
+        kept = levels.carried_tile(residual, unit, tile)
+        s = levels.scale_of_tile(sent, tile.chunk, tile, places.block_size, bits)
+        e = kept + levels.load_tile(sent, tile.chunk, tile, places.block_size, bits) - g
+        e = bit_rules.told_apart(e, kept, s, g, _ROUNDED[residual.numbers.dtype])
         levels.keep_tile(residual, e, taken, places, unit, seed, tile)
 
 

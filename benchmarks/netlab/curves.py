@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lab.alike import AlikeTransport
+from benchmarks.lab.compressed import OnAverages
 from benchmarks.lab.rivals.powersgd import PowerSGD
 from benchmarks.lab.rivals.quantised import BFloat16, Quantised
 from benchmarks.lab.setting import Setting
@@ -56,6 +57,7 @@ def makers(warmup: float) -> dict[str, Callable[[Params, Setting], torch.optim.O
         "bf16": BFloat16,
         "int8": partial(Quantised, bits=8),
         "powersgd": _powersgd,
+        "compress-4": partial(OnAverages, base="adamw", bits=4, feedback="bf16"),
         "onebit-adam": partial(_onebit_adam, warmup=warmup),
         "zero-one-adam": _zero_one_adam,
     }

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam, policies
+from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam, compress, policies
 from fusedonebit.comm import Traffic, Transport, make_transport
 from fusedonebit.comm.transport import Pending
 
-from .hooks import Bfloat16, Hook, Int8, PowerSGD
+from .hooks import MEDIUM_BUCKETS, Bfloat16, Hook, Int8, PowerSGD
 from .split import WARM_UP, Turn
 from .task import BETAS, LR, WEIGHT_DECAY
 
@@ -126,8 +126,8 @@ class Parallel(Replica):
 
     overlaps = True
 
-    def __init__(self, model: nn.Module, hook: Hook | None = None) -> None:
-        buckets = {} if hook is None else hook.buckets
+    def __init__(self, model: nn.Module, hook: Hook | None = None, **buckets: Any) -> None:
+        buckets = buckets if hook is None else hook.buckets
         super().__init__(nn.parallel.DistributedDataParallel(model, **buckets))
         self.optimizer = adamw(model.parameters())
         self._hook, self._elements = hook, sum(p.numel() for p in model.parameters())
@@ -145,6 +145,20 @@ class Parallel(Replica):
         world_size = dist.get_world_size()
         nbytes = 4 * self._elements if self._hook is None else self._hook.nbytes(self._elements)
         return 2 * nbytes * (world_size - 1) // world_size
+
+
+class Compressed(Parallel):
+    """AdamW behind ``DistributedDataParallel``, whose gradients ``fusedonebit.compress`` averages."""
+
+    def __init__(self, model: nn.Module, bits: int) -> None:
+        super().__init__(model, **MEDIUM_BUCKETS)
+        self._traffic, self._before = compress(self.model, bits).ranks.traffic, 0
+
+    def start(self) -> None:
+        self._before = self._traffic.bytes_total
+
+    def sent(self) -> int:
+        return self._traffic.bytes_total - self._before
 
 
 class OneBit(Replica):
@@ -228,6 +242,7 @@ METHODS: dict[str, Callable[[nn.Module], Replica]] = {
     "bf16": lambda model: Parallel(model, Bfloat16()),
     "int8": lambda model: Parallel(model, Int8()),
     "powersgd": lambda model: Parallel(model, PowerSGD()),
+    "compress-4": partial(Compressed, bits=4),
     "onebit-adam": partial(OneBit, make=compressing, before=between_renewals),
     "onebit-adam-overlap": partial(OneBit, make=compressing, before=between_renewals, overlap=True),
     "zero-one-adam": partial(OneBit, make=zero_one_adam, before=partial(telling, tells=False)),

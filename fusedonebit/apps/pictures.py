@@ -21,6 +21,7 @@ METHODS = {
     "int8": "#009e73",
     "powersgd": "#7a5195",
     "diloco": "#4f7942",
+    "compress": "#e3a857",
     "onebit-adam": "#d55e00",
     "zero-one-adam": "#0072b2",
     "lamb": "#7d6b45",

@@ -76,7 +76,7 @@ def save(model: Module, optimizer: Optimizer, checkpoint_id: str | os.PathLike[s
         model: Bare, in DDP or in FSDP2.
         optimizer: Any of this package; beside what ``compress`` has returned any of torch's.
         checkpoint_id: The folder; a checkpoint that is in it is replaced.
-        more: Whatever else is to be saved, by name: a scheduler, the number of the step, what ``compress`` returned.
+        more: Whatever else, by name: a scheduler, the number of the step, what ``compress`` returned, other optimizers.
 
     Raises:
         ValueError: between local steps of a round, when parameters differ from rank to rank.
@@ -119,12 +119,13 @@ def _to_save(
     finally:
         if frame is not None:
             frame.sums_up = True
-    return _plain(state), CheckedWriter(checkpoint_id)
+    return _plain(model, state), CheckedWriter(checkpoint_id)
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Replace what has a state by it, which torch would ask for where no other rank hears of an error."""
-    return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
+    others = {name: get_optimizer_state_dict(model, x) for name, x in state.items() if isinstance(x, Optimizer)}
+    return {name: x.state_dict() if isinstance(x, Stateful) else x for name, x in state.items()} | others
 
 
 def _as_exception(ranks: World, future: Any, checkpoint_id: str | os.PathLike[str]) -> Future[Any]:
@@ -181,7 +182,7 @@ def load(
         of_optimizer = template(model, optimizer, checkpoint_id, storage_reader=reader)
     else:
         of_optimizer = _on_all(ranks, lambda: _copied(get_optimizer_state_dict(model, optimizer)))
-    of_more = _on_all(ranks, lambda: _plain({name: _sized(reader, name, value) for name, value in more.items()}))
+    of_more = _on_all(ranks, lambda: _plain(model, {n: _sized(reader, n, value) for n, value in more.items()}))
     state = _on_all(ranks, lambda: {"model": _room(model), _OPTIMIZER: of_optimizer} | of_more)
     with _naming_rank(ranks, "loaded", checkpoint_id):
         planner = PlainValues() if weights_only else None
@@ -233,7 +234,9 @@ def _copied(state: T) -> T:
 def _take(model: Module, state: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     set_model_state_dict(model, state["model"])
     for name, value in more.items():
-        if isinstance(value, Stateful):
+        if isinstance(value, Optimizer):
+            set_optimizer_state_dict(model, value, state[name])
+        elif isinstance(value, Stateful):
             value.load_state_dict(state[name])
 
 
@@ -367,8 +370,7 @@ def _check_left_out(model: Module, params: Sequence[Tensor], prefix: str, saved:
 def _on_all(ranks: World, call: Callable[[], T]) -> T:
     """Return what ``call`` returns here; where it raises on one rank, all raise, and none waits for it."""
     results: list[T] = []
-    error = failure(lambda: results.append(call()))
-    ranks.agree([], error=error)
+    ranks.agree([], error=failure(lambda: results.append(call())))
     return results[0]
 
 

@@ -33,6 +33,12 @@ def check_form(bits: Any, feedback: Any) -> None:
         raise ValueError("feedback must be 'fp32', 'bf16' or '8bit' at one bit, got None: signs alone have no mean")
 
 
+def form_of(bits: int, feedback: Feedback, sharded: bool = False) -> Format:
+    """Return how gradients travel; "default" is "bf16", and None where residuals would be of unsharded gradients."""
+    default = None if sharded and bits > 1 else "bf16"
+    return Format(bits, default if feedback == "default" else feedback)
+
+
 class Residuals:
     """Compresses gradients: a base class.
 
@@ -85,6 +91,10 @@ class Residuals:
                     f"gradients can't be averaged: {exchange.describe()}; those of this pass are NaN, and no residual "
                     "is lost. Every rank must run as many backward passes, of the same model"
                 )
+
+    def detach(self) -> None:
+        """End it; what is left is lost. Call it on every rank, between two steps; a second call does nothing."""
+        raise NotImplementedError
 
     def bytes_kept(self) -> int:
         """Return the bytes of this rank's residuals."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from ..core.residuals import Feedback
+from ..core.residuals import Feedback, Residuals
 from . import of_each_rank
 from .ddp import Handle
-
-if TYPE_CHECKING:
-    from .any_optimizer import DdpCompression
-    from .fsdp_compression import FsdpCompression
 
 
 def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> Handle | None:
@@ -55,7 +51,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
 
 def compress(
     accelerator: Accelerator, model: torch.nn.Module, bits: int = 4, *, feedback: Feedback = "default"
-) -> DdpCompression | FsdpCompression | None:
+) -> Residuals | None:
     """Do what ``fusedonebit.compress`` does, with any optimizer; let ``save_state`` and ``load_state`` keep residuals.
 
     Each rank writes a file of its own into the folder, ``onebit-compression-rank-R-of-W.pt``, which all ranks must

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm import agree, make_transport
+from ..comm import Format, agree, make_transport
 from ..core.consensus import failure
 from ..core.first_contact import LOGGER
-from ..core.residuals import Feedback, check_form
+from ..core.residuals import Feedback, check_form, form_of
 from .bucket_averages import BucketAverages
 from .seat import Seat, check_free
 
@@ -63,21 +63,22 @@ def compress(
         TypeError, ValueError, RuntimeError: on every rank, for arguments that are none of these, or differ between
             ranks, and where gradients are averaged in another way already; nothing was changed.
     """
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile has returned, as accelerate prepares models
     error = failure(lambda: _check(model, bits, feedback, scaler, replicas))
     params = list(model.parameters()) if isinstance(model, nn.Module) else []
     device = params[0].device if params else torch.device("cpu")
     facts = [("bits of compress()", str(bits)), ("feedback of compress()", str(feedback))]
     facts += [("whether compress() has a scaler", str(scaler is not None))]
+    facts += [("whether compress() has replicas", str(replicas is not None))]
     ranks = make_transport(getattr(model, "process_group", None), device)
     agree(ranks, facts, device, error, "call compress() alike on every rank")
     made: DdpCompression | FsdpCompression
     if isinstance(model, DistributedDataParallel):
-        made = DdpCompression(model, bits, feedback, scaler)
+        made = DdpCompression(model, form_of(bits, feedback), scaler)
     else:
         from .fsdp_compression import FsdpCompression
 
-        sharded: Any = model  # a module, and FSDP2's as well
-        made = FsdpCompression(sharded, replicas, bits, feedback, scaler)
+        made = FsdpCompression(model, replicas, form_of(bits, feedback, sharded=True), scaler)
     if ranks.rank == 0:
         LOGGER.info("%r", made)
     return made
@@ -92,10 +93,8 @@ class DdpCompression(BucketAverages):
     name = "compress()"
     averages_as_ddp = True
 
-    def __init__(
-        self, model: DistributedDataParallel, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None
-    ) -> None:
-        super().__init__(model, model.module.named_parameters(), bits, feedback, scaler)
+    def __init__(self, model: DistributedDataParallel, form: Format, scaler: torch.amp.GradScaler | None) -> None:
+        super().__init__(model, model.module.named_parameters(), form, scaler)
         self._model = weakref.ref(model)
         Seat.take(model, self)
 
@@ -119,16 +118,14 @@ def _check(model: Any, bits: Any, feedback: Any, scaler: Any, replicas: Any) -> 
         if replicas is not None:
             raise ValueError("replicas must be None for a model in DistributedDataParallel, whose ranks are all alike")
     else:
-        from torch.distributed.fsdp import FSDPModule
-
         from .fsdp_compression import check_sharded
 
-        if not isinstance(model, FSDPModule):
-            raise TypeError(
-                f"model must be in DistributedDataParallel or fully_shard()ed, got {type(model).__name__}; compress "
-                "first, compile then"
+        check_sharded(model, replicas, form_of(bits, feedback, sharded=True))
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{name} must be made with sparse=False, got sparse=True: its gradients have no fixed size"
             )
-        check_sharded(model, replicas, feedback)
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"parameters must be float32, bfloat16 or float16, got {p.dtype} of {name}")

@@ -4,7 +4,7 @@ A bucket's exchange runs in the background, as DDP's own would: on CUDA on a str
 process group of its own. DDP puts parameters into other buckets after its first pass, and another run may have other
 ones: then what exchanges have left moves to those that take their place, each server's to the worker beside it. A run
 that goes on from a checkpoint has DDP's first buckets once more: that pass waits for all gradients, and averages in the
-buckets that were saved.
+buckets that were saved if they have the same parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from ..comm import CollectiveError, Format, QuantisedAllReduce, Step, TorchTrans
 from ..comm.quantised import FEEDBACK, owed
 from ..core.arrivals import Arrivals, after_backward, take_away
 from ..core.background import Background
-from ..core.residuals import Feedback, Residuals, fill, named, pieces, stored_in
+from ..core.residuals import Residuals, fill, named, pieces, stored_in
 from ..triton_kernels import FlatLayout
 
 Done = torch.futures.Future[Tensor]
@@ -37,6 +37,25 @@ def finished(buffer: Tensor) -> Done:
     return done
 
 
+class Waiting(NamedTuple):
+    """A bucket: its gradients by name, its buffer, what DDP waits for, and what has to be over before."""
+
+    own: dict[str, Tensor]
+    buffer: Tensor
+    done: Done
+    first: Done | None
+
+    def end(self) -> None:
+        """Let DDP go on; on CUDA what it does then follows the stream that has averaged, and what was to be before."""
+        try:
+            if self.first is not None:
+                self.first.wait()
+        except Exception as error:
+            self.done.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+        else:
+            self.done.set_result(self.buffer)
+
+
 @dataclass
 class Pass:
     """One backward pass that averages.
@@ -44,12 +63,12 @@ class Pass:
     Attributes:
         step: What this rank tells in it.
         exchanges: That ran in it.
-        waiting: Gradients by name of buckets that wait for the last, and what DDP waits for.
+        waiting: Of buckets that wait for the last.
     """
 
     step: Step
     exchanges: list[QuantisedAllReduce] = field(default_factory=list)
-    waiting: list[tuple[dict[str, Tensor], Done, Tensor]] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
 
 
 class BucketAverages(Arrivals, Residuals):
@@ -57,33 +76,34 @@ class BucketAverages(Arrivals, Residuals):
 
     Args:
         model: In DDP.
-        params: Their names and themselves; what is not trained is left out.
-        bits, feedback, scaler: As of ``compress``.
+        params: Their names and themselves; what is not trained now DDP may have in a bucket all the same.
+        form: How gradients travel.
+        scaler: As of ``compress``.
     """
 
     def __init__(
         self,
         model: DistributedDataParallel,
         params: Iterable[tuple[str, nn.Parameter]],
-        bits: int,
-        feedback: Feedback,
+        form: Format,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        trained = {name: p for name, p in params if p.requires_grad}
-        device = next(iter(trained.values()), torch.empty(0)).device
+        known = dict(params)
+        trained = [(name, p) for name, p in known.items() if p.requires_grad]
+        device = next(iter(known.values()), torch.empty(0)).device
         ranks = make_transport(model.process_group, device)
         threaded = isinstance(ranks, TorchTransport)
-        form = Format(bits, "bf16" if feedback == "default" else feedback)
         super().__init__(form, ranks.apart() if isinstance(ranks, TorchTransport) else ranks, device, scaler)
         self._background = Background(device, threaded)
-        self._names = {id(p): name for name, p in trained.items()}
-        self._sizes = {name: p.numel() for name, p in trained.items()}
+        self._names = {id(p): name for name, p in known.items()}
+        self._sizes = {name: p.numel() for name, p in known.items()}
+        self._trained = {name: i for i, (name, _) in enumerate(trained)}
         self._exchanges: dict[tuple[str, ...], QuantisedAllReduce] = {}
         self._left: dict[str, Tensor] = {}  # what moves to the next exchange of a parameter
         self._pass: Pass | None = None
         self._resumed, self._used = False, set[int]()
         self._finds_unused = bool(model.find_unused_parameters or model.static_graph)
-        self._handles = self.watch(trained.values()) if self._finds_unused else []
+        self._handles = self.watch(p for _, p in trained) if self._finds_unused else []
 
     def close(self) -> None:
         """Take the hooks away, and end the thread."""
@@ -113,15 +133,15 @@ class BucketAverages(Arrivals, Residuals):
         places = range(len(params)) if chosen is None else sorted(chosen)
         own = {self._names[id(params[i])]: gradients[i] for i in places}
         done: Done = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
-        this.waiting.append((own, done, bucket.buffer()))
-        if not self._defers(own):
+        this.waiting.append(Waiting(own, bucket.buffer(), done, first))
+        if not self._resumed:
             self._start([tuple(own)] if own else [])
+        elif bucket.is_last():
+            self._start(self._saved_groups(this))
         if bucket.is_last():
-            if self._resumed:
-                self._start(list(self._exchanges))
             self._resumed = False
             after_backward(weakref.WeakMethod(self._end))
-        return done if first is None else torch.futures.collect_all([first, done]).then(lambda _: done.value())
+        return done
 
     def _begun(self) -> Pass:
         """Return the pass that goes on; in its first bucket begin one."""
@@ -131,17 +151,18 @@ class BucketAverages(Arrivals, Residuals):
             self._pass = Pass(Step(self.number, unit=self.unit))
         return self._pass
 
-    def _defers(self, own: Mapping[str, Tensor]) -> bool:
-        """Tell whether a bucket must wait for others: the first pass after a load has not those that were saved."""
-        self._resumed &= tuple(own) not in self._exchanges
-        return self._resumed
+    def _saved_groups(self, this: Pass) -> list[tuple[str, ...]]:
+        """Return what was averaged together before a load, if a pass has the same parameters; else its own buckets."""
+        buckets = [tuple(each.own) for each in this.waiting if each.own]
+        saved = list(self._exchanges)
+        return saved if sorted(sum(saved, ())) == sorted(sum(buckets, ())) else buckets
 
     def _start(self, groups: Sequence[tuple[str, ...]]) -> None:
         """Let groups of parameters be averaged in the background, whose gradients wait; then what waits is done."""
         this = self._pass
         assert this is not None
         waiting, this.waiting = this.waiting, []
-        gradients = {name: g for own, _, _ in waiting for name, g in own.items()}
+        gradients = {name: g for each in waiting for name, g in each.own.items()}
         jobs = []
         for group in groups:
             exchange = self._exchange(group)
@@ -154,8 +175,8 @@ class BucketAverages(Arrivals, Residuals):
                 for exchange, tensors, step in jobs:
                     exchange(tensors, step)
             finally:  # DDP waits, whatever has happened: ``_end`` raises
-                for _, done, buffer in waiting:
-                    done.set_result(buffer)
+                for each in waiting:
+                    each.end()
 
         self._background.run(run, gradients)
 
@@ -172,8 +193,7 @@ class BucketAverages(Arrivals, Residuals):
         """Return the places of those that this rank has not used since gradients were averaged last."""
         if not self._finds_unused:
             return ()
-        numbers = {name: i for i, name in enumerate(self._sizes)}
-        return tuple(i for i, name in enumerate(group) if numbers[name] not in self._used)
+        return tuple(i for i, name in enumerate(group) if self._trained.get(name) not in self._used)
 
     def _made(self, group: Sequence[str]) -> QuantisedAllReduce:
         return QuantisedAllReduce(
@@ -222,10 +242,7 @@ class BucketAverages(Arrivals, Residuals):
         return found
 
     def take(self, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        if {name for group in about["groups"] for name in group} != set(self._sizes):
-            self.add(about, self.ranks.rank, state, 1.0)  # no pass was saved, or not of all: none can wait for these
-            return
-        self._resumed = True
+        self._resumed = bool(about["groups"])
         for number, group in enumerate(about["groups"]):
             each = self._exchanges[tuple(group)] = self._made(group)
             fill({"worker": each.worker, "server": each.server}, state, str(number))
@@ -244,5 +261,5 @@ class BucketAverages(Arrivals, Residuals):
     def bytes_kept(self) -> int:
         """Return the bytes of what is left, workers' and servers', of this rank."""
         size, block = FEEDBACK[self.form.feedback].itemsize if self.form.feedback else 0, self.form.block_size
-        numel = sum(math.ceil(n / block) * block for n in self._sizes.values())
+        numel = sum(math.ceil(self._sizes[name] / block) * block for name in self._trained)
         return int(numel * size * (1 + 1 / self.ranks.world_size))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..comm import BucketedAllReduce, Transport, agree, make_transport
+from ..comm import BucketedAllReduce, Format, Transport, agree, make_transport
 from ..comm.reducer import Reducer
 from ..comm.transport import in_flight
 from ..core.arrivals import take_away
@@ -23,7 +23,7 @@ from ..core.first_contact import speaks
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer, frame_of
 from ..core.overlap import OverlappedAllReduce
-from ..core.residuals import Feedback, check_form
+from ..core.residuals import Feedback, check_form, form_of
 from ..core.under_ddp import UnderDdp
 from ..errors import warn
 from .bucket_averages import BucketAverages, finished
@@ -36,6 +36,7 @@ def attach(
     *,
     bits: int | None = None,
     feedback: Feedback = "default",
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Handle:
     """Make DDP average gradients only while the optimizer wants averaged ones.
 
@@ -59,7 +60,7 @@ def attach(
         optimizer: Any of this package, over all trainable parameters of ``model`` and no others; or a list of one of
             them and others, each parameter in exactly one.
         bits: At how many bits the others' gradients are averaged, as by ``compress``; None: in float32.
-        feedback: As of ``compress``, where there are ``bits``.
+        feedback, scaler: As of ``compress``, where there are ``bits``.
 
     Returns:
         The handle, whose ``detach()`` ends it; any optimizer may follow then.
@@ -71,7 +72,7 @@ def attach(
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     ours, theirs = _parted(optimizers)
     frame = None if ours is None else frame_of(ours)
-    error = failure(lambda: _check(model, optimizers, ours, frame, bits, feedback))
+    error = failure(lambda: _check(model, optimizers, ours, frame, bits, feedback, scaler))
     if frame is not None:
         transport, device = frame.ranks.transport, frame.device
     else:  # then the others' optimizers most likely use the default group
@@ -83,7 +84,7 @@ def attach(
     assert frame is not None  # or all have raised
     assert ours is not None
     frame.parameters.name(model.module.named_parameters())
-    return Handle(model, ours, frame, theirs, None if bits is None else (bits, feedback))
+    return Handle(model, ours, frame, theirs, None if bits is None else (form_of(bits, feedback), scaler))
 
 
 class Handle:
@@ -104,13 +105,13 @@ class Handle:
         optimizer: DistributedOptimizer,
         frame: Frame,
         theirs: Sequence[torch.optim.Optimizer] = (),
-        form: tuple[int, Feedback] | None = None,
+        averaged: tuple[Format, torch.amp.GradScaler | None] | None = None,
     ) -> None:
         self.optimizer: DistributedOptimizer | None = optimizer
         self.name = type(optimizer).__name__
         self._theirs = {id(p) for each in theirs for group in each.param_groups for p in group["params"]}
         named = [(name, p) for name, p in model.module.named_parameters() if id(p) in self._theirs]
-        self.others = None if form is None else BucketAverages(model, named, *form)
+        self.others = None if averaged is None else BucketAverages(model, named, *averaged)
         # The model holds this, in C++ as well, where no collector looks.
         self._model = weakref.ref(model)
         self._owners = set(map(id, frame.parameters.owners))
@@ -263,6 +264,7 @@ def _check(
     frame: Frame | None,
     bits: int | None,
     feedback: Feedback,
+    scaler: torch.amp.GradScaler | None,
 ) -> None:
     if frame is None or ours is None:
         got = ", ".join(type(each).__name__ for each in optimizers) or "none"
@@ -286,10 +288,10 @@ def _check(
     check_free(model)
     if bits is not None:
         check_form(bits, feedback)
-    if (bits is not None and len(optimizers) == 1) or (bits is None and feedback != "default"):
+    if (bits is not None and len(optimizers) == 1) or (bits is None and (feedback != "default" or scaler is not None)):
         raise ValueError(
-            f"bits and feedback must be left out where no other optimizer's gradients are averaged so, got {bits} and "
-            f"{feedback!r}: they are those of others, attach(model, [ours, theirs], bits=...)"
+            f"bits, feedback and scaler must be left out where no other optimizer's gradients are averaged so, got "
+            f"{bits} and {feedback!r}: they are those of others, attach(model, [ours, theirs], bits=...)"
         )
     owned = dict(zip(map(id, frame.parameters.owners), frame.parameters.names, strict=True))
     _check_parameters(model, owned, [each for each in optimizers if each is not ours])

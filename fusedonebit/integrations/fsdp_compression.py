@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, make_transport
+from ..comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, agree, make_transport
 from ..comm.quantised import FEEDBACK, owed
-from ..core.residuals import Feedback, Residuals, fill, named, stored_in
+from ..core.residuals import Residuals, fill, named, stored_in
 from ..triton_kernels import FlatLayout
+
+KEPT_AS = "_fusedonebit_compression"
+"""In the model."""
 
 
 class Rows:
@@ -99,8 +102,10 @@ class Scatter:
         length = len(rows[0])
         if compression.form.feedback is not None and length != self.rows.length:
             raise RuntimeError(
-                f"gradients are missing in the group of {self.names[0]}, and FSDP2 does not tell which: with feedback "
-                "call model.set_reduce_scatter_unused_params(True), so that it sends zeros for them"
+                f"the gradients of {self.names[0]}'s group are others than at compress(), {length} elements a rank "
+                f"instead of {self.rows.length}, and FSDP2 does not tell which: with feedback call "
+                "model.set_reduce_scatter_unused_params(True) for those that are missing, and compress() again, after "
+                "detach(), where parameters were frozen or unfrozen"
             )
         if length not in self.sums:
             self.sums[length] = self._sum(length)
@@ -110,20 +115,26 @@ class Scatter:
     def average(self, shard: Tensor) -> None:
         """Average what this rank has received over the replicas, in place."""
         length = shard.numel()
+        if shard.is_cuda:  # of the reduce-scatter's stream, whose memory FSDP2 may use again meanwhile
+            shard.record_stream(torch.cuda.current_stream(shard.device))
         if length not in self.means:
             self.means[length] = self._mean(length)
         self._compression.run(self.means[length], lambda step: self.means[length]([shard], step))
 
     def _sum(self, length: int) -> QuantisedReduceScatter:
         form, ranks = self._compression.form, self.ranks.world_size
-        layout = FlatLayout((length,) * ranks, ranks, form.block_size)
-        return QuantisedReduceScatter(layout, self.ranks, form, self._compression.device)
+        layout, like = FlatLayout((length,) * ranks, ranks, form.block_size), self._compression.sums.get(length)
+        made = QuantisedReduceScatter(layout, self.ranks, form, self._compression.device, like)
+        self._compression.sums.setdefault(length, made)
+        return made
 
     def _mean(self, length: int) -> QuantisedAllReduce:
         form, replicas = self._compression.form, self._compression.replicas
         assert replicas is not None  # or FSDP2 has no hook
-        layout = FlatLayout((length,), replicas.world_size, form.block_size)
-        return QuantisedAllReduce(layout, replicas, form, self._compression.device)
+        layout, like = FlatLayout((length,), replicas.world_size, form.block_size), self._compression.means.get(length)
+        made = QuantisedAllReduce(layout, replicas, form, self._compression.device, like)
+        self._compression.means.setdefault(length, made)
+        return made
 
 
 def factor_of(op: Any, ranks: int) -> float:
@@ -147,38 +158,55 @@ class FsdpCompression(Residuals):
     Args:
         model: The root, sharded.
         replicas: The ranks that have the same shards; None: there are none.
-        bits, feedback, scaler: As of ``compress``.
+        form: How gradients travel.
+        scaler: As of ``compress``.
+
+    Attributes:
+        sums, means: The first exchange of each length, whose messages all others of that length use too: a group's is
+            over before the next.
     """
 
     name = "compress()"
 
     def __init__(
         self,
-        model: FSDPModule,
+        model: nn.Module,
         replicas: dist.ProcessGroup | None,
-        bits: int,
-        feedback: Feedback,
+        form: Format,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        device = next(model.parameters()).device  # type: ignore[attr-defined]  # it is a module as well
-        form = Format(bits, ("bf16" if bits == 1 else None) if feedback == "default" else feedback)
+        device = next(model.parameters()).device
         super().__init__(form, make_transport(None, device), device, scaler)
-        self.replicas = None if replicas is None else make_transport(replicas, device)
-        self._modules, self.scatters = weakref.WeakSet[Any](), list[Scatter]()
+        alone = replicas is None or dist.get_world_size(replicas) == 1
+        self.replicas = None if alone else make_transport(replicas, device)
+        self.scatters: list[Scatter] = []
+        self.sums: dict[int, QuantisedReduceScatter] = {}
+        self.means: dict[int, QuantisedAllReduce] = {}
         self._before: list[tuple[Any, Any]] = []
-        known = {id(p): name for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-        stream = torch.cuda.Stream(device) if replicas is not None and device.type == "cuda" else None
+        prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        stream = torch.cuda.Stream(device) if self.replicas is not None and device.type == "cuda" else None
         for module, group in groups_of(model):
-            names = [known[id(p.sharded_param)] for p in group.fsdp_params if p.sharded_param.requires_grad]
+            # Not ``named_parameters()``: after a forward pass the root's are other objects.
+            places: list[Any] = [vars(p)["_module_info"] for p in group.fsdp_params if p.sharded_param.requires_grad]
+            names = [f"{prefixes[each.module]}{each.param_name}" for each in places]
             if not names:
                 continue
             scatter = Scatter(self, group, names)
             self.scatters.append(scatter)
             self._before.append((weakref.ref(group), group._reduce_scatter_comm))
             module.set_custom_reduce_scatter(scatter)
-            if replicas is not None:
+            if self.replicas is not None:
                 module.set_all_reduce_hook(scatter.average, stream=stream)
-        vars(model)["_fusedonebit_compression"] = self
+        if self.replicas is not None and self.scatters:
+            facts = [("the shard of ranks that are replicas", str(self.scatters[0].ranks.rank))]
+            agree(self.replicas, facts, device, None, "replicas= are the ranks that have the same shard")
+        vars(model)[KEPT_AS], self._model = self, weakref.ref(model)
+
+    @staticmethod
+    def of(model: nn.Module) -> FsdpCompression | None:
+        """Return what compresses a model's gradients; None if nothing does."""
+        found: FsdpCompression | None = vars(model).get(KEPT_AS)
+        return found
 
     def run(self, exchange: Any, call: Any) -> None:
         """Make an exchange of what is next in a backward pass."""
@@ -194,6 +222,8 @@ class FsdpCompression(Residuals):
                 found._reduce_scatter_comm, found._all_reduce_hook = before, None
                 found._all_reduce_hook_stream = None
         self._before, self.scatters = [], []
+        if (model := self._model()) is not None:
+            vars(model).pop(KEPT_AS, None)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -287,20 +317,25 @@ def _sizes(about: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> dict[st
     return sizes
 
 
-def groups_of(model: nn.Module | FSDPModule) -> list[tuple[Any, Any]]:
+def groups_of(model: nn.Module) -> list[tuple[Any, Any]]:
     """Return the modules of a model that are sharded, with what FSDP2 knows of the parameters of each."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]  # type: ignore[union-attr]
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     states = [(module, module._get_fsdp_state()._fsdp_param_group) for module in modules]
     return [(module, group) for module, group in states if group is not None]
 
 
-def check_sharded(model: FSDPModule, replicas: Any, feedback: Feedback) -> None:
+def check_sharded(model: Any, replicas: Any, form: Format) -> None:
     """Raise unless an FSDP2 model's gradients can be compressed."""
-    found = groups_of(model)
-    if not found:
+    found = groups_of(model) if isinstance(model, nn.Module) else []
+    if not found and isinstance(model, FSDPModule):
         raise ValueError("model must have parameters that are sharded, got none: call fully_shard() before compress()")
+    if not found:
+        raise TypeError(
+            f"model must be in DistributedDataParallel or fully_shard()ed, got {type(model).__name__}; compress first, "
+            "compile then"
+        )
     for _, group in found:
-        if group._all_reduce_hook is not None or type(group._reduce_scatter_comm).__name__ == "Scatter":
+        if group._all_reduce_hook is not None or isinstance(group._reduce_scatter_comm, Scatter):
             raise RuntimeError("model is compressed already, or has an all-reduce hook: call detach() of that first")
         if group.mesh_info.replicate_mesh_dim is not None:
             raise ValueError(
@@ -308,9 +343,18 @@ def check_sharded(model: FSDPModule, replicas: Any, feedback: Feedback) -> None:
                 "before anybody could compress that; call fully_shard(mesh=mesh['shard']), and "
                 "compress(model, replicas=mesh['replicate'].get_group())"
             )
-        if feedback not in (None, "default") and any(p.fsdp_placement.dim for p in group.fsdp_params):
+        if form.feedback is not None and any(p.fsdp_placement.dim for p in group.fsdp_params):
             raise ValueError(
-                "feedback must be None where parameters are sharded along another dimension than the first"
+                "feedback must be None where parameters are sharded along another dimension than the first, "
+                f"got {form.feedback} at {form.bits} bits"
             )
     if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
         raise TypeError(f"replicas must be a torch.distributed group, got {type(replicas).__name__}")
+    if replicas is None:
+        return
+    shards = {*dist.get_process_group_ranks(found[0][1].mesh_info.shard_process_group)}
+    if len(both := shards & {*dist.get_process_group_ranks(replicas)}) != 1:
+        raise ValueError(
+            f"replicas must be ranks that have the same shard as this one, got a group with {sorted(both)}, which have "
+            "others: pass mesh['replicate'].get_group()"
+        )

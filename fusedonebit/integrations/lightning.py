@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..core.optimizer import DistributedOptimizer
-from ..core.residuals import Feedback, check_form
+from ..core.residuals import Feedback, Residuals, check_form
 from ..core.sharding import plain
 from . import of_each_rank
 
 KEY, RESIDUALS = "optimizer_states_of_ranks", "residuals_of_ranks"
 """Of a checkpoint: one list for each rank, of its optimizers' states; each rank's residuals."""
-
-if TYPE_CHECKING:
-    from .any_optimizer import DdpCompression
-    from .fsdp_compression import FsdpCompression
 
 
 class OneBit(Callback):  # type: ignore[misc]  # of a package without types
@@ -75,7 +71,7 @@ class Compress(Callback):  # type: ignore[misc]
     def __init__(self, bits: int = 4, *, feedback: Feedback = "default") -> None:
         check_form(bits, feedback)
         self._how: tuple[int, Feedback] = bits, feedback
-        self._made: DdpCompression | FsdpCompression | None = None
+        self._made: Residuals | None = None
         self._saved: list[dict[str, Any]] | None = None  # of a checkpoint, which is loaded before training begins
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm import Transport, agree
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer, frame_of
-from ..core.residuals import Feedback
+from ..core.residuals import Feedback, Residuals
 from ..core.world import World
 from .any_optimizer import DdpCompression, compress
 from .ddp import Handle, attach
+from .fsdp_compression import KEPT_AS
 from .seat import Seat
-
-if TYPE_CHECKING:
-    from .fsdp_compression import FsdpCompression
 
 OPTIMIZER, RESIDUALS = "onebit", "onebit-compression"
 """What files of each rank's state are called."""
@@ -54,15 +52,22 @@ def refuse_clipping(frame: Frame, setting: str, given: Any, off: Any) -> None:
         )
 
 
-def compress_once(
-    model: Any, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None
-) -> DdpCompression | FsdpCompression | None:
+def compressed(model: Any) -> Residuals | None:
+    """Return what compresses a model's gradients; None if nothing does."""
+    if isinstance(model, DistributedDataParallel):
+        taken_by = None if (seat := Seat.of(model)) is None else seat.taken_by
+        return taken_by if isinstance(taken_by, DdpCompression) else None
+    found: Residuals | None = vars(model).get(KEPT_AS)
+    return found
+
+
+def compress_once(model: Any, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None) -> Residuals | None:
     """Do what ``compress`` does where it was not done; a process that is alone has nobody to send to."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    seat = Seat.of(model) if isinstance(model, DistributedDataParallel) else None
-    if seat is not None and isinstance(seat.taken_by, DdpCompression):
-        return seat.taken_by
+    made = compressed(getattr(model, "_orig_mod", model))
+    if made is not None and made.form.bits == bits:
+        return made
     return compress(model, bits, feedback=feedback, scaler=scaler)
 
 
@@ -94,7 +99,7 @@ def save(ranks: World, state_dict: Callable[[], dict[str, Any]], folder: str | P
                 other.unlink()
 
 
-def load_residuals(compression: DdpCompression | FsdpCompression, folder: str | Path) -> None:
+def load_residuals(compression: Residuals, folder: str | Path) -> None:
     """Take the residuals that lie in ``folder``, of as many ranks as there were; all ranks call it.
 
     Where there are none they begin at zero, as in a run that was not compressed before.
@@ -113,9 +118,7 @@ def load_residuals(compression: DdpCompression | FsdpCompression, folder: str | 
     take(compression, read, f"all ranks must reach all files in {folder}")
 
 
-def take(
-    compression: DdpCompression | FsdpCompression, read: Callable[[], dict[str, Any] | None], hint: str = ""
-) -> None:
+def take(compression: Residuals, read: Callable[[], dict[str, Any] | None], hint: str = "") -> None:
     """Take the residuals that ``read`` returns, None if there are none; all ranks call it, and one error is all's."""
     state, error = None, None
     try:
@@ -127,7 +130,7 @@ def take(
         compression.load_state_dict(state)
 
 
-def share(compression: DdpCompression | FsdpCompression, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+def share(compression: Residuals, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
     """Return what this rank takes of the states of all ranks that saved; ValueError if they are of another model."""
     first = state_of(0)
     taken = {"about": first["about"]}

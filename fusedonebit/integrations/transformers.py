@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..core.residuals import Feedback, check_form
+from ..core.residuals import Feedback, Residuals, check_form
 from . import of_each_rank
-
-if TYPE_CHECKING:
-    from .any_optimizer import DdpCompression
-    from .fsdp_compression import FsdpCompression
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # of a package without types
@@ -57,7 +53,7 @@ class _Compress(_Callback):
         super().__init__(trainer)
         check_form(bits, feedback)
         self._how: tuple[int, Feedback] = bits, feedback
-        self._made: DdpCompression | FsdpCompression | None = None
+        self._made: Residuals | None = None
         self._folder: str | None = None  # of a checkpoint, which Trainer loads before training begins
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

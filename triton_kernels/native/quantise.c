@@ -248,10 +248,12 @@ KERNEL(take_back)
         load_user(g, at, live, live_row[b], BLOCK_SIZE);
         if (!is_fine(g, most, BLOCK_SIZE) || is_absent(sent, 0, block_tensor[b]))
             continue;
-        load_levels(x, sent, b / sent.blocks, b % sent.blocks, BITS, BLOCK_SIZE);
+        int64_t row = b / sent.blocks, block = b % sent.blocks;
+        float s = scale_of_bits(sent.scales[row * sent.scales_stride + block]);
+        load_levels(x, sent, row, block, BITS, BLOCK_SIZE);
         carry(e, residual, unit, b, BLOCK_SIZE);
         for (int64_t i = 0; i < BLOCK_SIZE; i++)
-            e[i] = e[i] + x[i] - g[i];
+            e[i] = told_apart(e[i] + x[i] - g[i], e[i], s, g[i], rounded);
         keep_left(residual, e, unit, b, seed, live, live_row[b], BLOCK_SIZE);
     }
 }

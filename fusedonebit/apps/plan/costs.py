@@ -20,7 +20,9 @@ from .hidden_messages import Buckets, ddp, ours, whole
 FP32, BF16, BIT = 4.0, 2.0, 1 / 8
 """Bytes of a parameter."""
 INT8 = 1 + 4 / 512
-"""Bytes of a quantised parameter: a float32 scale for every 512."""
+"""Bytes of a parameter that torchft quantises: a float32 scale for every 512."""
+SCALE = 2 / 256
+"""Bytes of a parameter that ``compress`` adds to its level."""
 ASPECT = 100
 """Width over layers of the transformer that PowerSGD is taken to compress (Kaplan et al., 2020, figure 5)."""
 
@@ -105,8 +107,8 @@ def powersgd(nbytes: float, gpus: int, network: Network) -> Cost:
 
 # ---------------------------------------------------------------- by name
 
-Family = Literal["uncompressed", "rival", "1-bit", "0/1 Adam", "Marsit"]
-OURS: tuple[Family, ...] = ("1-bit", "0/1 Adam", "Marsit")
+Family = Literal["uncompressed", "rival", "any optimizer", "1-bit", "0/1 Adam", "Marsit"]
+OURS: tuple[Family, ...] = ("any optimizer", "1-bit", "0/1 Adam", "Marsit")
 
 
 class Method(NamedTuple):
@@ -165,6 +167,10 @@ def methods(full_precision_every: int = 0, powersgd_rank: int = 4, diloco_steps:
         "int8": Method("8-bit all-reduce", "rival", int8, flat, "torchft, quantized", ddp),
         "powersgd": Method(f"PowerSGD, rank {powersgd_rank}", "rival", factors, powersgd, "powerSGD_hook", ddp),
         "diloco": Method(f"DiLoCo, H = {diloco_steps}", "rival", fp32, once, "torchft, DiLoCo"),
+        **{
+            f"compress-{n}": Method(f"{n}-bit gradients", "any optimizer", levels, flat, f"compress(bits={n})", ddp)
+            for n, levels in ((8, bytes_of(1 + SCALE)), (4, bytes_of(0.5 + SCALE)))
+        },
         "flat": Method("1-bit, flat", "1-bit", bits, flat, "OneBitAdam"),
         "flat-overlap": Method("1-bit, overlapped", "1-bit", bits, flat, "Wire(overlap=True)", ours),
         "hierarchical": Method("1-bit, fp32 inside", "1-bit", bits, hierarchical, "Wire(hierarchy=)"),

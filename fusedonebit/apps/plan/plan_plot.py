@@ -16,6 +16,7 @@ from .report import Plan
 
 COLOURS = {
     **{name: METHODS[name] for name in ("bf16", "int8", "powersgd", "diloco")},
+    **dict.fromkeys(("compress-8", "compress-4"), METHODS["compress"]),
     **dict.fromkeys(("flat", "flat-overlap", "hierarchical", "hierarchical-bf16"), METHODS["onebit-adam"]),
     "zero-one": METHODS["zero-one-adam"],
     **dict.fromkeys(("marsit-ring", "marsit-torus", "marsit-owner"), METHODS["marsit"]),
