@@ -213,7 +213,7 @@ class QuantisedAllReduce(Exchange):
         transport: Transport,
         form: Format,
         device: torch.device,
-        like: Exchange | None = None,
+        like: QuantisedAllReduce | None = None,
     ) -> None:
         super().__init__(layout, transport, form, device, like)
         self.server = form.room(layout.chunk_numel, device)
@@ -271,7 +271,7 @@ class QuantisedReduceScatter(Exchange):
         transport: Transport,
         form: Format,
         device: torch.device,
-        like: Exchange | None = None,
+        like: QuantisedReduceScatter | None = None,
     ) -> None:
         super().__init__(layout, transport, form, device, like)
         self._own_layout = FlatLayout(layout.sizes[:1], 1, layout.block_size)

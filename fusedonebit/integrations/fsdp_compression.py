@@ -123,17 +123,20 @@ class Scatter:
 
     def _sum(self, length: int) -> QuantisedReduceScatter:
         form, ranks = self._compression.form, self.ranks.world_size
-        layout, like = FlatLayout((length,) * ranks, ranks, form.block_size), self._compression.sums.get(length)
+        layout, like = FlatLayout((length,) * ranks, ranks, form.block_size), self._compression.shared_sums.get(length)
         made = QuantisedReduceScatter(layout, self.ranks, form, self._compression.device, like)
-        self._compression.sums.setdefault(length, made)
+        self._compression.shared_sums.setdefault(length, made)
         return made
 
     def _mean(self, length: int) -> QuantisedAllReduce:
         form, replicas = self._compression.form, self._compression.replicas
         assert replicas is not None  # or FSDP2 has no hook
-        layout, like = FlatLayout((length,), replicas.world_size, form.block_size), self._compression.means.get(length)
+        layout, like = (
+            FlatLayout((length,), replicas.world_size, form.block_size),
+            self._compression.shared_means.get(length),
+        )
         made = QuantisedAllReduce(layout, replicas, form, self._compression.device, like)
-        self._compression.means.setdefault(length, made)
+        self._compression.shared_means.setdefault(length, made)
         return made
 
 
@@ -160,10 +163,6 @@ class FsdpCompression(Residuals):
         replicas: The ranks that have the same shards; None: there are none.
         form: How gradients travel.
         scaler: As of ``compress``.
-
-    Attributes:
-        sums, means: The first exchange of each length, whose messages all others of that length use too: a group's is
-            over before the next.
     """
 
     name = "compress()"
@@ -180,8 +179,9 @@ class FsdpCompression(Residuals):
         alone = replicas is None or dist.get_world_size(replicas) == 1
         self.replicas = None if alone else make_transport(replicas, device)
         self.scatters: list[Scatter] = []
-        self.sums: dict[int, QuantisedReduceScatter] = {}
-        self.means: dict[int, QuantisedAllReduce] = {}
+        # The first exchange of each length, whose messages all of that length use: a group's is over before the next.
+        self.shared_sums: dict[int, QuantisedReduceScatter] = {}
+        self.shared_means: dict[int, QuantisedAllReduce] = {}
         self._before: list[tuple[Any, Any]] = []
         prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         stream = torch.cuda.Stream(device) if self.replicas is not None and device.type == "cuda" else None
