@@ -42,16 +42,15 @@ def main() -> None:
     student, teacher, x = Student(), nn.Linear(64, 10), torch.randn(STEPS * 64 * devices, 64)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     strategy = "ddp" if devices > 1 else "auto"
-    trainer = lightning.Trainer(
-        devices=devices, strategy=strategy, max_steps=STEPS, callbacks=[fusedonebit.lightning.OneBit()], **quiet
-    )
+    ours = [fusedonebit.lightning.OneBit()]
+    trainer = lightning.Trainer(devices=devices, strategy=strategy, max_steps=STEPS, callbacks=ours, **quiet)
     trainer.fit(student, DataLoader(TensorDataset(x, teacher(x).argmax(1)), batch_size=64))
     first, *_, last = student.losses
     stats = student.optimizers().optimizer.stats()
     digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in student.parameters()))
+    sent = f"sent {stats['bytes_total']:,} instead of {STEPS * stats['bytes_fp32']:,} bytes"
     print(
-        f"rank {trainer.global_rank}: loss {first:.3f} -> {last:.3f}, phase {stats['phase']}, "
-        f"sent {stats['bytes_total']:,} instead of {STEPS * stats['bytes_fp32']:,} bytes, "
+        f"rank {trainer.global_rank}: loss {first:.3f} -> {last:.3f}, phase {stats['phase']}, {sent}, "
         f"parameters {digest.hexdigest()[:16]}"
     )
 
