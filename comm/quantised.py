@@ -111,7 +111,6 @@ class Exchange:
         transport: Over which.
         form: How.
         device: Where all lies.
-        like: Of the same layout, ranks and form, and never in use at the same time: its messages are used; None: own.
 
     Attributes:
         worker: What is left here; None without feedback.
@@ -120,29 +119,21 @@ class Exchange:
         digest: int64 [1], of what arrived last.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        transport: Transport,
-        form: Format,
-        device: torch.device,
-        like: Exchange | None = None,
-    ) -> None:
+    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
         self.layout, self.transport, self.form, self.device = layout, transport, form, device
         self._tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
         self.places = Places.of(layout, self._tables.tensor, live_table(layout).to(device))
         self.worker = form.room(layout.numel, device)
         self.flags, self._found, self._ticket = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
         self.digest = torch.zeros(1, dtype=torch.int64, device=device)
-        self.sent: LevelMessages
-        self.arrived: LevelMessages
-        self.sent, self.arrived = self._messages() if like is None else (like.sent, like.arrived)
+        self.sent = LevelMessages(layout.world_size, layout, form.bits, device)
+        self.arrived = LevelMessages(layout.world_size, layout, form.bits, device)
         self._kept_words = torch.zeros(layout.world_size, len(Word), dtype=torch.int32, device=device)
         self._absent: tuple[int, ...] = ()
 
-    def _messages(self) -> tuple[LevelMessages, LevelMessages]:
-        of = self.layout.world_size, self.layout, self.form.bits, self.device
-        return LevelMessages(*of), LevelMessages(*of)
+    def borrow(self, of: Exchange) -> None:
+        """Use the messages of another, of the same layout and form, that is never in use at the same time."""
+        self.sent, self.arrived = of.sent, of.arrived
 
     def write(self, tensors: Sequence[Tensor], step: Step) -> None:
         """Quantise what this rank has into ``sent``."""
@@ -200,22 +191,15 @@ class QuantisedAllReduce(Exchange):
         average(tensors, Step(number))
 
     Args:
-        layout, transport, form, device, like: As for a reduce-scatter: the flat index space with a chunk for each rank.
+        layout, transport, form, device: As for a reduce-scatter: the flat index space with a chunk for each rank.
 
     Attributes:
         server: What is left of the chunk which this rank serves; None without feedback.
         served: The message to all.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        transport: Transport,
-        form: Format,
-        device: torch.device,
-        like: QuantisedAllReduce | None = None,
-    ) -> None:
-        super().__init__(layout, transport, form, device, like)
+    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
+        super().__init__(layout, transport, form, device)
         self.server = form.room(layout.chunk_numel, device)
         rank = transport.rank
         self._chunk = self.places.at(slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk))
@@ -262,18 +246,11 @@ class QuantisedReduceScatter(Exchange):
 
     Args:
         layout: W tensors of one size each, with a chunk for each rank.
-        transport, form, device, like: As for an all-reduce.
+        transport, form, device: As for an all-reduce.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        transport: Transport,
-        form: Format,
-        device: torch.device,
-        like: QuantisedReduceScatter | None = None,
-    ) -> None:
-        super().__init__(layout, transport, form, device, like)
+    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
+        super().__init__(layout, transport, form, device)
         self._own_layout = FlatLayout(layout.sizes[:1], 1, layout.block_size)
         self._own_tables = tables_of(self._own_layout, device)
         self._own = Places.of(self._own_layout, self._own_tables.tensor, live_table(self._own_layout).to(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -201,22 +202,31 @@ def test_what_is_wrong_is_said_on_every_rank():
         assert said["columns"].startswith("ValueError: feedback must be None where parameters are sharded along")
 
 
-def begun(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a model that was evaluated before, without a sharded root, is averaged; and shares its messages."""
+def begun(rank: int, world_size: int) -> tuple[float, bool]:
+    """How far from exact averages, relative to the largest, gradients are of a model that was evaluated
+    before and has no sharded root; and whether groups share their messages."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    twin = copy.deepcopy(net)
     for layer in net:
         fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
     net(torch.ones(2, 64))
     compression = fusedonebit.compress(net, 8)
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
-    net(x).square().sum().backward()
+    x, off = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)), 0.0
+    for model in (net, twin):
+        model(x).square().sum().backward()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        q.grad /= world_size
+        off = max(off, float((whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()))
     shared = len({id(exchange.sent) for scatter in compression.scatters for exchange in scatter.sums.values()}) == 1
-    return all(whole(p.grad).isfinite().all() for p in net.parameters()), shared
+    return off, shared
 
 
 def test_blocks_alone_may_be_sharded_and_share_their_messages():
-    assert run_ranks(begun, 2) == [(True, True), (True, True)]
+    for off, shared in run_ranks(begun, 2):
+        assert off < 2 / 127  # each rank draws levels within one step of its largest
+        assert shared
 
 
 def detached(rank: int, world_size: int) -> tuple[str, bool]:

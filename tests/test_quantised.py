@@ -69,7 +69,7 @@ def refused(rank: int, transport: Any, feedback: str) -> tuple[float, float]:
 @pytest.mark.parametrize("feedback", ["fp32", "bf16", "8bit"])
 def test_a_refused_spike_leaves_nothing_in_the_residuals(feedback):
     for before, after in SimulatedGroup(2).run(lambda rank, transport: refused(rank, transport, feedback)):
-        assert after <= 1.1 * before  # without looking at what was rounded 130 in bfloat16
+        assert after <= 1.1 * before  # without looking at what was rounded: 120 in bfloat16, 1,900 in 8 bits
 
 
 def drawn(rank: int, transport: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, agree, make_transport
-from ..comm.quantised import FEEDBACK, owed
+from ..comm.quantised import FEEDBACK, Exchange, owed
 from ..core.residuals import Residuals, fill, named, stored_in
 from ..triton_kernels import FlatLayout
 
@@ -123,20 +123,17 @@ class Scatter:
 
     def _sum(self, length: int) -> QuantisedReduceScatter:
         form, ranks = self._compression.form, self.ranks.world_size
-        layout, like = FlatLayout((length,) * ranks, ranks, form.block_size), self._compression.shared_sums.get(length)
-        made = QuantisedReduceScatter(layout, self.ranks, form, self._compression.device, like)
-        self._compression.shared_sums.setdefault(length, made)
+        layout = FlatLayout((length,) * ranks, ranks, form.block_size)
+        made = QuantisedReduceScatter(layout, self.ranks, form, self._compression.device)
+        self._compression.lend(made)
         return made
 
     def _mean(self, length: int) -> QuantisedAllReduce:
         form, replicas = self._compression.form, self._compression.replicas
         assert replicas is not None  # or FSDP2 has no hook
-        layout, like = (
-            FlatLayout((length,), replicas.world_size, form.block_size),
-            self._compression.shared_means.get(length),
-        )
-        made = QuantisedAllReduce(layout, replicas, form, self._compression.device, like)
-        self._compression.shared_means.setdefault(length, made)
+        layout = FlatLayout((length,), replicas.world_size, form.block_size)
+        made = QuantisedAllReduce(layout, replicas, form, self._compression.device)
+        self._compression.lend(made)
         return made
 
 
@@ -179,9 +176,7 @@ class FsdpCompression(Residuals):
         alone = replicas is None or dist.get_world_size(replicas) == 1
         self.replicas = None if alone else make_transport(replicas, device)
         self.scatters: list[Scatter] = []
-        # The first exchange of each length, whose messages all of that length use: a group's is over before the next.
-        self.shared_sums: dict[int, QuantisedReduceScatter] = {}
-        self.shared_means: dict[int, QuantisedAllReduce] = {}
+        self._lenders: dict[tuple[type[Exchange], FlatLayout], Exchange] = {}
         self._before: list[tuple[Any, Any]] = []
         prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         stream = torch.cuda.Stream(device) if self.replicas is not None and device.type == "cuda" else None
@@ -207,6 +202,12 @@ class FsdpCompression(Residuals):
         """Return what compresses a model's gradients; None if nothing does."""
         found: FsdpCompression | None = vars(model).get(KEPT_AS)
         return found
+
+    def lend(self, exchange: Exchange) -> None:
+        """Give an exchange the messages of the first of its layout: a group's is over before the next."""
+        first = self._lenders.setdefault((type(exchange), exchange.layout), exchange)
+        if first is not exchange:
+            exchange.borrow(first)
 
     def run(self, exchange: Any, call: Any) -> None:
         """Make an exchange of what is next in a backward pass."""

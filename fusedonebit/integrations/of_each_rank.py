@@ -18,7 +18,7 @@ from ..core.residuals import Feedback, Residuals
 from ..core.world import World
 from .any_optimizer import DdpCompression, compress
 from .ddp import Handle, attach
-from .fsdp_compression import KEPT_AS
+from .fsdp_compression import FsdpCompression
 from .seat import Seat
 
 OPTIMIZER, RESIDUALS = "onebit", "onebit-compression"
@@ -57,8 +57,7 @@ def compressed(model: Any) -> Residuals | None:
     if isinstance(model, DistributedDataParallel):
         taken_by = None if (seat := Seat.of(model)) is None else seat.taken_by
         return taken_by if isinstance(taken_by, DdpCompression) else None
-    found: Residuals | None = vars(model).get(KEPT_AS)
-    return found
+    return FsdpCompression.of(model)
 
 
 def compress_once(model: Any, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None) -> Residuals | None:

@@ -61,15 +61,21 @@ def test_example_learns_compresses_and_keeps_ranks_equal(example: Path, processe
         assert (0 < 5 * sent < fp32) if processes == 2 else sent == fp32 == 0  # of whole runs, warm-up included
 
 
-@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
-def test_a_resumed_compressed_run_continues_bit_for_bit(library: str, tmp_path: Path):
-    program = Path(__file__).parent / f"resume_{library}.py"
+def resumed(library: str, program: str, folder: Path) -> str:
+    """What a program prints whose runs, whole and resumed, end with the same bits on both ranks."""
     launcher = "python" if library == "lightning" else "torchrun"
     processes = [] if library == "lightning" else ["--nproc-per-node", "2"]
-    output = run(*LAUNCHERS[launcher], *processes, str(program), str(tmp_path / "checkpoints"))
+    path = Path(__file__).parent / f"{program}_{library}.py"
+    output = run(*LAUNCHERS[launcher], *processes, str(path), str(folder / "checkpoints"))
     digests = re.findall(r"whole (\w{64}) resumed (\w{64})", output)
     assert len(digests) == 2
     assert len({digest for pair in digests for digest in pair}) == 1
+    return output
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
+def test_a_resumed_compressed_run_continues_bit_for_bit(library: str, tmp_path: Path):
+    output = resumed(library, "resume", tmp_path)
     why = "map_location" if library == "lightning" else "each rank must load the file that it saved itself"
     # Rank 0's file alone is not enough.
     assert 1 <= len(re.findall(rf"refused: .*{why}", output)) <= 2, output
@@ -77,13 +83,7 @@ def test_a_resumed_compressed_run_continues_bit_for_bit(library: str, tmp_path: 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
 def test_any_optimizers_gradients_are_compressed(library: str, tmp_path: Path):
-    program = Path(__file__).parent / f"compress_{library}.py"
-    launcher = "python" if library == "lightning" else "torchrun"
-    processes = [] if library == "lightning" else ["--nproc-per-node", "2"]
-    output = run(*LAUNCHERS[launcher], *processes, str(program), str(tmp_path / "checkpoints"))
-    digests = re.findall(r"whole (\w{64}) resumed (\w{64})", output)
-    assert len(digests) == 2
-    assert len({digest for pair in digests for digest in pair}) == 1
+    output = resumed(library, "compress", tmp_path)
     why = "compression of another model: 1.0.worker.numbers" if library == "lightning" else "rank-1-of-2.pt"
     assert len(re.findall(rf"refused: (?:(?!refused).)*{why}", output)) == 2, output  # lines of two may be one
 
