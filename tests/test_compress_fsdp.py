@@ -229,6 +229,31 @@ def test_blocks_alone_may_be_sharded_and_share_their_messages():
         assert shared
 
 
+def meshes(rank: int, world_size: int) -> float:
+    """How far gradients are from exact where groups of one length are sharded by four ranks, and by two."""
+    torch.manual_seed(0)
+    wide, narrow = torch.nn.Linear(16, 64, bias=False), torch.nn.Linear(64, 8, bias=False)
+    net, off = torch.nn.Sequential(wide, narrow), 0.0
+    twin = copy.deepcopy(net)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(wide, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(narrow, mesh=mesh["shard"])
+    fusedonebit.compress(net, 8)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    for model in (net, twin):
+        model(x).square().sum().backward()
+    groups = (None, 4), (mesh["shard"].get_group(), 2)
+    for p, q, (group, ranks) in zip(net.parameters(), twin.parameters(), groups, strict=True):
+        dist.all_reduce(q.grad, group=group)
+        q.grad /= ranks
+        off = max(off, float((whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()))
+    return off
+
+
+def test_groups_may_be_sharded_by_other_numbers_of_ranks():
+    assert max(run_ranks(meshes, 4)) < 2 / 127
+
+
 def detached(rank: int, world_size: int) -> tuple[str, bool]:
     """What is printed; and whether FSDP2 averages as ever afterwards."""
     model, compression = wrapped("fsdp", 4, "8bit")
