@@ -202,9 +202,20 @@ def test_what_is_wrong_is_said_on_every_rank():
         assert said["columns"].startswith("ValueError: feedback must be None where parameters are sharded along")
 
 
+def off_exact(net: Any, twin: Any, width: int, groups: list[Any]) -> float:
+    """How far a pass's gradients are from a twin's, averaged over a group each, relative to the largest."""
+    x, off = torch.randn(8, width, generator=torch.Generator().manual_seed(dist.get_rank())), 0.0
+    for model in (net, twin):
+        model(x).square().sum().backward()
+    for p, q, group in zip(net.parameters(), twin.parameters(), groups, strict=True):
+        dist.all_reduce(q.grad, group=group)
+        exact = q.grad / dist.get_world_size(group)
+        off = max(off, float((whole(p.grad) - exact).abs().max() / exact.abs().max()))
+    return off
+
+
 def begun(rank: int, world_size: int) -> tuple[float, bool]:
-    """How far from exact averages, relative to the largest, gradients are of a model that was evaluated
-    before and has no sharded root; and whether groups share their messages."""
+    """How far off a model is that was evaluated before, without a sharded root; and whether groups share messages."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     twin = copy.deepcopy(net)
@@ -212,13 +223,7 @@ def begun(rank: int, world_size: int) -> tuple[float, bool]:
         fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
     net(torch.ones(2, 64))
     compression = fusedonebit.compress(net, 8)
-    x, off = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)), 0.0
-    for model in (net, twin):
-        model(x).square().sum().backward()
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        dist.all_reduce(q.grad)
-        q.grad /= world_size
-        off = max(off, float((whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()))
+    off = off_exact(net, twin, 64, [None] * 8)
     shared = len({id(exchange.sent) for scatter in compression.scatters for exchange in scatter.sums.values()}) == 1
     return off, shared
 
@@ -233,21 +238,13 @@ def meshes(rank: int, world_size: int) -> float:
     """How far gradients are from exact where groups of one length are sharded by four ranks, and by two."""
     torch.manual_seed(0)
     wide, narrow = torch.nn.Linear(16, 64, bias=False), torch.nn.Linear(64, 8, bias=False)
-    net, off = torch.nn.Sequential(wide, narrow), 0.0
+    net = torch.nn.Sequential(wide, narrow)
     twin = copy.deepcopy(net)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(wide, mesh=init_device_mesh("cpu", (4,)))
     fully_shard(narrow, mesh=mesh["shard"])
     fusedonebit.compress(net, 8)
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
-    for model in (net, twin):
-        model(x).square().sum().backward()
-    groups = (None, 4), (mesh["shard"].get_group(), 2)
-    for p, q, (group, ranks) in zip(net.parameters(), twin.parameters(), groups, strict=True):
-        dist.all_reduce(q.grad, group=group)
-        q.grad /= ranks
-        off = max(off, float((whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()))
-    return off
+    return off_exact(net, twin, 16, [None, mesh["shard"].get_group()])
 
 
 def test_groups_may_be_sharded_by_other_numbers_of_ranks():
