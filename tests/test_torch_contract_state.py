@@ -26,14 +26,21 @@ def each(request: pytest.FixtureRequest) -> Callable[..., Iterator[Callable[...,
     return partial(ways, everything=request.config.getoption("--full"))
 
 
+def started(make: Callable[..., Any], steps: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Problem, Any]:
+    """Return a problem and its optimizer after so many steps."""
+    problem = Problem(dtype)
+    optimizer = make(problem.params)
+    problem.train(optimizer, steps)
+    return problem, optimizer
+
+
 # ---------------------------------------------------------------- hooks of the step, closures, looks
 
 
 @EACH
 def test_step_hooks_run_in_order_and_can_be_removed(name, each):
     for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
+        problem, optimizer = started(make, 0)
         calls: list[Any] = []
 
         def note(what: str, calls: list = calls) -> Callable[..., None]:
@@ -57,8 +64,7 @@ def test_step_hooks_run_in_order_and_can_be_removed(name, each):
 @EACH
 def test_a_step_pre_hook_may_change_gradients_and_arguments(name, each):
     for make in each(name, torch.float32):
-        problem, plain = Problem(), Problem()
-        optimizer = make(problem.params)
+        (problem, optimizer), plain = started(make, 0), Problem()
         closure = problem.closure
         optimizer.register_step_pre_hook(lambda o, args, kwargs, closure=closure: ((args[0], closure), kwargs))
         for _ in range(4):
@@ -70,8 +76,7 @@ def test_a_step_pre_hook_may_change_gradients_and_arguments(name, each):
 @EACH
 def test_a_closure_runs_with_gradients_and_its_loss_is_returned(name, each):
     for make in each(name, torch.float32):
-        problem, plain = Problem(), Problem()
-        optimizer = make(problem.params)
+        (problem, optimizer), plain = started(make, 0), Problem()
         for _ in range(4):
             with torch.no_grad():
                 loss = optimizer.step(problem.closure)
@@ -83,9 +88,7 @@ def test_a_closure_runs_with_gradients_and_its_loss_is_returned(name, each):
 @EACH
 def test_it_can_be_printed_and_has_state(name, each):
     for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 3)
+        problem, optimizer = started(make, 3)
         assert re.search(rf"(?s){type(optimizer).__name__} \(.*Parameter Group 0.*lr: ", repr(optimizer))
         if name != "SGD":  # without momentum it has none
             assert all(optimizer.state[p] for p in problem.params)
@@ -94,8 +97,7 @@ def test_it_can_be_printed_and_has_state(name, each):
 @EACH
 def test_profilers_see_the_step_by_its_name(name, each):
     for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
+        problem, optimizer = started(make, 0)
         problem.closure()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             optimizer.step()
@@ -111,10 +113,8 @@ def test_profilers_see_the_step_by_its_name(name, each):
 @EACH
 def test_a_restored_run_goes_on_bit_for_bit(name, dtype, each):
     for make in each(name, dtype):
-        problem, other = Problem(dtype), Problem(dtype)
-        optimizer = make(problem.params)
-        for p, now in zip(other.params, problem.train(optimizer, 5), strict=True):
-            p.data.copy_(now)
+        problem, optimizer = started(make, 5, dtype)
+        other = copy.deepcopy(problem)
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
         file.seek(0)
@@ -127,13 +127,9 @@ def test_a_restored_run_goes_on_bit_for_bit(name, dtype, each):
 @EACH
 def test_loading_leaves_the_given_dict_as_it_is(name, each):
     for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
-        saved = copy.deepcopy(optimizer.state_dict())
-        kept = copy.deepcopy(saved)
-        other = Problem()
-        resumed = make(other.params)
+        _, optimizer = started(make)
+        saved, kept = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
+        other, resumed = started(make, 0)
         resumed.load_state_dict(saved)
         other.train(resumed, 2)
         assert saved.keys() == kept.keys()
@@ -147,9 +143,7 @@ def test_loading_leaves_the_given_dict_as_it_is(name, each):
 @EACH
 def test_older_and_foreign_forms_of_a_state_dict_load(name, each):
     for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
+        problem, optimizer = started(make)
         saved = copy.deepcopy(optimizer.state_dict())
         for state in saved["state"].values():
             if "step" in state:
@@ -168,9 +162,7 @@ def test_older_and_foreign_forms_of_a_state_dict_load(name, each):
 @EACH
 def test_copies_have_all_public_attributes_and_go_on_alike(name, dtype, way, each):
     for make in each(name, dtype):
-        problem = Problem(dtype)
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
+        problem, optimizer = started(make, 4, dtype)
         other, copied = way((problem, optimizer))
         public = [{key for key in vars(o) if not key.startswith("_")} for o in (optimizer, copied)]
         assert public[0] == public[1]
@@ -180,9 +172,7 @@ def test_copies_have_all_public_attributes_and_go_on_alike(name, dtype, way, eac
 @EACH
 def test_nothing_holds_an_optimizer_that_is_given_up(name, each):
     for make in each(name, torch.float32):
-        problem = Problem()
-        optimizer = make(problem.params)
-        problem.train(optimizer, 4)
+        problem, optimizer = started(make)
         gc.disable()
         try:
             gone = weakref.ref(optimizer), weakref.ref(optimizer.state[problem.weight].get("step", problem.weight))

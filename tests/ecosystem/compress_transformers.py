@@ -5,20 +5,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from tiny_trainer import tiny
 
 import fusedonebit
 
 
 def train(folder: str, resume: str | None = None) -> str:
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    rows = (torch.arange(512)[:, None] + torch.arange(16)) % 64
-    arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=60, save_steps=40, report_to="none", disable_tqdm=True,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2,
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
+    trainer = tiny(folder, {"gradient_accumulation_steps": 2})
     fusedonebit.transformers.compress(trainer, bits=4)
     trainer.train(resume_from_checkpoint=resume)
     assert "compress(bits=4)" in repr(trainer.model_wrapped._comm_hooks[0][1].taken_by)

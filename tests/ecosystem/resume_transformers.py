@@ -4,30 +4,16 @@ import hashlib
 import sys
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from tiny_trainer import tiny
 
 import fusedonebit
 
 
 def train(folder: str, resume: str | None = None, attached: bool = True) -> str:
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    rows = (torch.arange(512)[:, None] + torch.arange(16)) % 64
-    arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=60, save_steps=40, max_grad_norm=0, report_to="none", disable_tqdm=True,
-        per_device_train_batch_size=4,
-    )  # fmt: skip
-    settings = {
-        "lr": 3e-3,
-        "freeze_step": 15,
-        "max_grad_norm": 1.0,
-        "wire": fusedonebit.Wire(broadcast_parameters=True),
-    }
-    trainer = Trainer(
-        GPT2LMHeadModel(config),
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        optimizer_cls_and_kwargs=(fusedonebit.OneBitAdam, settings),
-    )
+    wire = fusedonebit.Wire(broadcast_parameters=True)
+    settings = {"lr": 3e-3, "freeze_step": 15, "max_grad_norm": 1.0, "wire": wire}
+    ours = fusedonebit.OneBitAdam, settings
+    trainer = tiny(folder, {"max_grad_norm": 0}, optimizer_cls_and_kwargs=ours)
     if attached:
         fusedonebit.transformers.attach(trainer)
     trainer.train(resume_from_checkpoint=resume)
