@@ -16,6 +16,8 @@ from . import pages
 from .pages import DOCS, TABLES, markdown, write_tables
 
 RESULTS = pages.RESULTS / "lab"
+OTHER_SEEDS = View(parents=True, first=40)
+"""Seeds on which nothing was chosen; their runs are in a file of their own."""
 FROZEN = "adam-frozen"
 """Adam with a variance that is frozen, communicating in full precision."""
 VOTES = ("onebit-lion", "marsit-adam")
@@ -25,6 +27,7 @@ LIVING = ("onebit-adam-living", "onebit-adam-living-0")
 LAMB = ("lamb", "onebit-lamb-living", "onebit-lamb")
 """LAMB, and 1-bit LAMB with a variance that lives, or is frozen, at LAMB's rates."""
 OURS = (LIVING[0], "onebit-adam", "zero-one-adam-shared", LAMB[1])
+DEFAULTS = (OURS[0], OURS[2])
 APART = {LIVING[0]: "OneBitAdam", OURS[2]: "ZeroOneAdam", "zero-one-adam-own": "the same in rounds of one"}
 """Those that are looked at where workers' data differ, at AdamW's rates, and what they are called."""
 
@@ -57,6 +60,11 @@ def of_task(task: str) -> str:
     return f"of {count} {of.get(count, 'groups of users' if task == 'recsys' else 'parts of the text')}"
 
 
+def other_seeds() -> Records:
+    """Return the runs on ``OTHER_SEEDS`` as well; rates are those of the others."""
+    return Records(RESULTS / "other-seeds.jsonl", RESULTS / "runs.jsonl")
+
+
 def page_tables(records: Records) -> str:
     """Return the headline's tables that have all tasks, each under what it shows, ``LIVING``, ``VOTES``, and rates.
 
@@ -64,6 +72,8 @@ def page_tables(records: Records) -> str:
     """
     whole = [v for v in views(records) if all(v.runs(records, task, name) for task in FIRST for name in HEADLINE)]
     parts = [f"{view.title.capitalize()}:\n\n{markdown(rows(records, view, HEADLINE, FIRST))}" for view in whole]
+    checked = rows(other_seeds(), OTHER_SEEDS, ["adamw", *DEFAULTS], FIRST)
+    parts.append(f"{OTHER_SEEDS.title.capitalize()}, on which nothing was chosen:\n\n{markdown(checked)}")
     living = [v for v in views(records) if v.parents and all(v.runs(records, task, LIVING[0]) for task in FIRST)]
     parts += [
         f"{view.title.capitalize()}, with a variance that lives:\n\n"

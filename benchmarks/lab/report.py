@@ -32,18 +32,21 @@ class View:
         parents: At the rate tuned for each optimizer's uncompressed parent; else at its own.
         by: Multiple of that rate.
         alike: Share of each worker's batch that is drawn from what all workers have.
+        first: The first seed that counts.
     """
 
     workers: int = 4
     parents: bool = False
     by: float = 1.0
     alike: float = 1.0
+    first: int = 0
 
     @property
     def title(self) -> str:
         """Say it."""
         rate = "its parent's tuned rate" if self.parents else "its own tuned rate"
         data = "" if self.alike == 1 else f", {100 * (1 - self.alike):g} % of each one's data its own"
+        data += f", seeds from {self.first}" if self.first else ""
         return f"{self.workers} workers{data}, each optimizer at {rate}{'' if self.by == 1 else f' x {self.by:g}'}"
 
     def runs(self, records: Records, task: str, optimizer: str) -> dict[int, Record]:
@@ -54,7 +57,7 @@ class View:
         lr = rounded(lr * self.by)
         wanted = (self.workers, lr, self.alike)
         runs = {k.seed: r for k, r in records.of(task, optimizer).items() if (k.workers, k.lr, k.alike) == wanted}
-        return {seed: record for seed, record in runs.items() if seed not in SEEDS}
+        return {seed: record for seed, record in runs.items() if seed >= self.first and seed not in SEEDS}
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,17 @@ def test_policies_end_as_with_adamw(optimizer):
     assert d.mean <= 1.0
 
 
+@pytest.mark.parametrize("optimizer", lab_page.DEFAULTS)
+def test_defaults_end_alike_on_seeds_that_nothing_was_chosen_on(optimizer):
+    found = {task: difference(lab_page.other_seeds(), lab_page.OTHER_SEEDS, task, optimizer) for task in FIRST}
+    for task, d in found.items():
+        chosen = difference(RECORDS, View(parents=True), task, optimizer)
+        apart = abs(d.mean - chosen.mean) / math.hypot(d.error, chosen.error)
+        print(f"{optimizer}, {task}: {d} on other seeds, {chosen} on the lab's: {apart:.1f} errors apart")
+        assert (d.seeds, d.diverged) == (5, 0)
+        assert apart <= 3.0
+
+
 def test_a_living_variance_sends_little_over_a_whole_run():
     """In the lab, whose messages are short, and as large models' are."""
     message = Messages.size(BERT.scale_slots("block")[1], BERT) * 2 * BERT.world_size / BERT.real_numel
