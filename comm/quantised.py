@@ -69,11 +69,13 @@ class Step(NamedTuple):
         number: Counted alike on all ranks, an int32.
         absent: Tensors of which this rank has no gradient.
         unit: What the loss was multiplied with, float32 []; None: nothing.
+        aborted: Whether this rank's tensors are no gradients: it tells all others so.
     """
 
     number: int
     absent: tuple[int, ...] = ()
     unit: Tensor | None = None
+    aborted: bool = False
 
 
 class LevelMessages:
@@ -146,7 +148,7 @@ class Exchange:
         quantise(tensors, self.places, self.worker, step.unit, message, header, self._ticket, self.digest, seed, bits)
 
     def _header(self, step: Step) -> Header:
-        return Header(step.number, None, False, 0, 0, self._found)
+        return Header(step.number, None, False, 0, step.aborted * Flag.ABORT, self._found)
 
     def _seed(self, step: Step, serves: bool = False) -> int:
         """Return what a worker or a server draws with: no other of any rank, and of no other step, draws alike."""
@@ -179,6 +181,9 @@ class Exchange:
         flags, words = int(self.flags), self._kept_words.cpu()
         if flags & Flag.MISMATCH:
             return f"ranks differ: {describe_mismatch(words)}"
+        if flags & Flag.ABORT:
+            aborted = [rank for rank, told in enumerate(words[:, Word.FLAGS].tolist()) if told & Flag.ABORT]
+            return f"rank {', '.join(map(str, aborted))} could not go on, and its own error says why"
         return f"a message has flags that nobody sets, {words[:, Word.FLAGS].tolist()}: it was damaged on its way"
 
 

@@ -119,17 +119,17 @@ def test_mixed_precision_is_as_fsdp2_has_it(reduce_in):
     assert all(near and torch.equal(grads, found[0][1]) for near, grads in found)
 
 
-def missing(rank: int, world_size: int, feedback: Any, sends_zeros: bool) -> str:
+def missing(rank: int, world_size: int, feedback: Any, sends_zeros: bool, on: int | None = None) -> str:
     torch.manual_seed(0)
     model = Pair()
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     fusedonebit.compress(model, 8, feedback=feedback)
     model.set_reduce_scatter_unused_params(sends_zeros)
     try:
-        for both in (True, False, True):
+        for all_of_it in (True, False, True):
             model.zero_grad()
-            model(torch.ones(2, 8), both).sum().backward()
-    except RuntimeError as error:
+            model(torch.ones(2, 8), all_of_it or on not in (None, rank)).sum().backward()
+    except (RuntimeError, fusedonebit.DisagreementError) as error:
         return str(error)
     return f"{float(whole(model.first.weight.grad).mean()):.2f}"
 
@@ -146,6 +146,12 @@ def missing(rank: int, world_size: int, feedback: Any, sends_zeros: bool) -> str
 def test_gradients_may_be_missing(feedback, sends_zeros, told):
     for said in run_ranks(missing, 2, feedback, sends_zeros):
         assert said.startswith(told)
+
+
+def test_a_gradient_that_one_rank_alone_lacks_is_told_to_all():
+    *others, own = run_ranks(missing, 3, "8bit", False, 2, group_timeout=30)
+    assert own.startswith("the gradients of first.weight's group are others than at compress()")
+    assert all("rank 2 could not go on, and its own error says why" in said for said in others)
 
 
 def test_a_factor_is_what_a_sum_is_multiplied_with():

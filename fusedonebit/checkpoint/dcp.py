@@ -43,11 +43,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ..comm import TorchTransport
+from ..core.compression import Compression
 from ..core.consensus import failure
 from ..core.frame import Frame
 from ..core.header import KEY
 from ..core.optimizer import DistributedOptimizer, frame_of
-from ..core.residuals import Residuals
 from ..core.state.integrity import read_header
 from ..core.state.saving import header_of
 from ..core.world import World
@@ -198,7 +198,7 @@ def load(
 
 def _sized(reader: CheckedReader, name: str, value: Any) -> Any:
     """Return room for what was saved under a name, where that may be of other numbers of ranks; else ``value``."""
-    if not isinstance(value, Residuals):
+    if not isinstance(value, Compression):
         return value
     try:
         saved = reader.read_metadata().state_dict_metadata
@@ -400,7 +400,7 @@ def _group(ranks: World) -> dist.ProcessGroup | None:
 
 def _ranks(optimizer: Optimizer, more: Mapping[str, Any]) -> World:
     """Return those over which a checkpoint is written: the optimizer's or, of another's, those that compress."""
-    of_others = [value.world for value in more.values() if isinstance(value, Residuals)]
+    of_others = [value.world for value in more.values() if isinstance(value, Compression)]
     return of_others[0] if of_others and frame_of(optimizer) is None else _frame(optimizer).ranks
 
 

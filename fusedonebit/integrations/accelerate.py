@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from ..core.residuals import Feedback, Residuals
+from ..core.compression import Compression, Feedback
 from . import of_each_rank
 from .ddp import Handle
 
@@ -51,7 +51,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, optimizer: Accelera
 
 def compress(
     accelerator: Accelerator, model: torch.nn.Module, bits: int = 4, *, feedback: Feedback = "default"
-) -> Residuals | None:
+) -> Compression | None:
     """Do what ``fusedonebit.compress`` does, with any optimizer; let ``save_state`` and ``load_state`` keep residuals.
 
     Each rank writes a file of its own into the folder, ``onebit-compression-rank-R-of-W.pt``, which all ranks must

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Format, agree, make_transport
+from ..core.compression import Feedback, check_form, form_of
 from ..core.consensus import failure
 from ..core.first_contact import LOGGER
-from ..core.residuals import Feedback, check_form, form_of
 from .bucket_averages import BucketAverages
 from .seat import Seat, check_free
 

@@ -24,7 +24,7 @@ from ..comm import CollectiveError, Format, QuantisedAllReduce, Step, TorchTrans
 from ..comm.quantised import FEEDBACK, owed
 from ..core.arrivals import Arrivals, after_backward, take_away
 from ..core.background import Background
-from ..core.residuals import Residuals, fill, named, pieces, stored_in
+from ..core.compression import Compression, fill, named, pieces, stored_in
 from ..triton_kernels import FlatLayout
 
 Done = torch.futures.Future[Tensor]
@@ -71,7 +71,7 @@ class Pass:
     waiting: list[Waiting] = field(default_factory=list)
 
 
-class BucketAverages(Arrivals, Residuals):
+class BucketAverages(Arrivals, Compression):
     """Averages what DDP's buckets have of some parameters.
 
     Args:

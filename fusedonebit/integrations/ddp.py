@@ -18,12 +18,12 @@ from ..comm import BucketedAllReduce, Format, Transport, agree, make_transport
 from ..comm.reducer import Reducer
 from ..comm.transport import in_flight
 from ..core.arrivals import take_away
+from ..core.compression import Feedback, check_form, form_of
 from ..core.consensus import failure
 from ..core.first_contact import speaks
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer, frame_of
 from ..core.overlap import OverlappedAllReduce
-from ..core.residuals import Feedback, check_form, form_of
 from ..core.under_ddp import UnderDdp
 from ..errors import warn
 from .bucket_averages import BucketAverages, finished

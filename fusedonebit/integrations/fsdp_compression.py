@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, agree, make_transport
 from ..comm.quantised import FEEDBACK, Exchange, owed
-from ..core.residuals import Residuals, fill, named, stored_in
+from ..core.compression import Compression, fill, named, stored_in
 from ..triton_kernels import FlatLayout
 
 KEPT_AS = "_fusedonebit_compression"
@@ -101,6 +101,7 @@ class Scatter:
         compression, rows = self._compression, list(input_tensor.view(self.ranks.world_size, -1))
         length = len(rows[0])
         if compression.form.feedback is not None and length != self.rows.length:
+            self._abort()
             raise RuntimeError(
                 f"the gradients of {self.names[0]}'s group are others than at compress(), {length} elements a rank "
                 f"instead of {self.rows.length}, and FSDP2 does not tell which: with feedback call "
@@ -111,6 +112,13 @@ class Scatter:
             self.sums[length] = self._sum(length)
         self.factor = factor_of(op, len(rows))
         compression.run(self.sums[length], lambda step: self.sums[length](output_tensor, rows, step, self.factor))
+
+    def _abort(self) -> None:
+        """Take part in the exchange that the others are in, with nothing, so that they raise as well."""
+        exchange, compression = self.sums[self.rows.length], self._compression
+        nothing = torch.zeros(self.rows.length, device=compression.device)
+        step = Step(compression.next_number(), aborted=True)
+        exchange(torch.empty_like(nothing), [nothing] * self.ranks.world_size, step, 1.0)
 
     def average(self, shard: Tensor) -> None:
         """Average what this rank has received over the replicas, in place."""
@@ -150,7 +158,7 @@ def factor_of(op: Any, ranks: int) -> float:
     raise ValueError(f"the reduce-scatter's op must be AVG, SUM or PREMUL_SUM by a number, got {op}")
 
 
-class FsdpCompression(Residuals):
+class FsdpCompression(Compression):
     """Sends the gradients of all of an FSDP2 model's groups; ``fusedonebit.compress`` makes it, ``detach`` ends it.
 
     The model keeps it.
@@ -212,9 +220,13 @@ class FsdpCompression(Residuals):
     def run(self, exchange: Any, call: Any) -> None:
         """Make an exchange of what is next in a backward pass."""
         self.raise_what_was_told(exchange)
-        self.number = (self.number + 1) & 0x7FFFFFFF
-        call(Step(self.number, unit=self.unit))
+        call(Step(self.next_number(), unit=self.unit))
         self.note(exchange)
+
+    def next_number(self) -> int:
+        """Count exchanges, as all ranks do."""
+        self.number = (self.number + 1) & 0x7FFFFFFF
+        return self.number
 
     def detach(self) -> None:
         """Let FSDP2 send gradients as ever; what is left is lost. Call it on every rank, between two steps."""

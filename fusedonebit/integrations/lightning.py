@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from ..core.compression import Compression, Feedback, check_form
 from ..core.optimizer import DistributedOptimizer
-from ..core.residuals import Feedback, Residuals, check_form
 from ..core.sharding import plain
 from . import of_each_rank
 
@@ -71,7 +71,7 @@ class Compress(Callback):  # type: ignore[misc]
     def __init__(self, bits: int = 4, *, feedback: Feedback = "default") -> None:
         check_form(bits, feedback)
         self._how: tuple[int, Feedback] = bits, feedback
-        self._made: Residuals | None = None
+        self._made: Compression | None = None
         self._saved: list[dict[str, Any]] | None = None  # of a checkpoint, which is loaded before training begins
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

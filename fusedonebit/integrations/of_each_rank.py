@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Transport, agree
+from ..core.compression import Compression, Feedback
 from ..core.frame import Frame
 from ..core.optimizer import DistributedOptimizer, frame_of
-from ..core.residuals import Feedback, Residuals
 from ..core.world import World
 from .any_optimizer import DdpCompression, compress
 from .ddp import Handle, attach
@@ -52,7 +52,7 @@ def refuse_clipping(frame: Frame, setting: str, given: Any, off: Any) -> None:
         )
 
 
-def compressed(model: Any) -> Residuals | None:
+def compressed(model: Any) -> Compression | None:
     """Return what compresses a model's gradients; None if nothing does."""
     if isinstance(model, DistributedDataParallel):
         taken_by = None if (seat := Seat.of(model)) is None else seat.taken_by
@@ -60,7 +60,7 @@ def compressed(model: Any) -> Residuals | None:
     return FsdpCompression.of(model)
 
 
-def compress_once(model: Any, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None) -> Residuals | None:
+def compress_once(model: Any, bits: int, feedback: Feedback, scaler: torch.amp.GradScaler | None) -> Compression | None:
     """Do what ``compress`` does where it was not done; a process that is alone has nobody to send to."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -98,7 +98,7 @@ def save(ranks: World, state_dict: Callable[[], dict[str, Any]], folder: str | P
                 other.unlink()
 
 
-def load_residuals(compression: Residuals, folder: str | Path) -> None:
+def load_residuals(compression: Compression, folder: str | Path) -> None:
     """Take the residuals that lie in ``folder``, of as many ranks as there were; all ranks call it.
 
     Where there are none they begin at zero, as in a run that was not compressed before.
@@ -117,7 +117,7 @@ def load_residuals(compression: Residuals, folder: str | Path) -> None:
     take(compression, read, f"all ranks must reach all files in {folder}")
 
 
-def take(compression: Residuals, read: Callable[[], dict[str, Any] | None], hint: str = "") -> None:
+def take(compression: Compression, read: Callable[[], dict[str, Any] | None], hint: str = "") -> None:
     """Take the residuals that ``read`` returns, None if there are none; all ranks call it, and one error is all's."""
     state, error = None, None
     try:
@@ -129,7 +129,7 @@ def take(compression: Residuals, read: Callable[[], dict[str, Any] | None], hint
         compression.load_state_dict(state)
 
 
-def share(compression: Residuals, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+def share(compression: Compression, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
     """Return what this rank takes of the states of all ranks that saved; ValueError if they are of another model."""
     first = state_of(0)
     taken = {"about": first["about"]}

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..core.residuals import Feedback, Residuals, check_form
+from ..core.compression import Compression, Feedback, check_form
 from . import of_each_rank
 
 
@@ -53,7 +53,7 @@ class _Compress(_Callback):
         super().__init__(trainer)
         check_form(bits, feedback)
         self._how: tuple[int, Feedback] = bits, feedback
-        self._made: Residuals | None = None
+        self._made: Compression | None = None
         self._folder: str | None = None  # of a checkpoint, which Trainer loads before training begins
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

@@ -39,7 +39,7 @@ def form_of(bits: int, feedback: Feedback, sharded: bool = False) -> Format:
     return Format(bits, default if feedback == "default" else feedback)
 
 
-class Residuals:
+class Compression:
     """Compresses gradients: a base class.
 
     Args:
