@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -259,32 +260,28 @@ def test_checkpoints_that_do_not_fit_say_so(tmp_path):
 
 # ---------------------------------------------------------------- bad input
 
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "bits": ({"bits": 2}, "ValueError: bits must be one of (8, 4, 1), got 2"),
-    "true": ({"bits": True}, "ValueError: bits must be one of (8, 4, 1), got True"),
-    "feedback": (
-        {"feedback": "fp16"},
-        "ValueError: feedback must be one of ('fp32', 'bf16', '8bit', None), got 'fp16'",
-    ),
-    "one bit": ({"bits": 1, "feedback": None}, "ValueError: feedback must be 'fp32', 'bf16' or '8bit' at one bit"),
-    "scaler": ({"scaler": 3}, "TypeError: scaler must be a torch.amp.GradScaler, got int"),
-    "bare": ({}, "TypeError: model must be in DistributedDataParallel or fully_shard()ed, got Net"),
-    "twice": ({}, "RuntimeError: compress() is attached to this model already: first call detach()"),
-    "differs": ({}, "DisagreementError: ranks differ: bits of compress() is 4 on rank 0 but 8 on rank 1"),
-    "in a list": ({}, "ValueError: each parameter must be in one optimizer, but first.weight is in SGD too"),
-    "none of ours": ({}, "TypeError: optimizer must be one of fusedonebit's, or a list with one, got SGD, AdamW"),
-    "a stranger": ({}, "TypeError: optimizer must be a list of optimizers, got int in it"),
-    "idle": ({}, "ValueError: bits, feedback and scaler must be left out where no other optimizer's gradients are"),
-    "sparse": ({}, "ValueError: module.0 must be made with sparse=False, got sparse=True"),
-    "lacking": (
-        {},
-        "ValueError: optimizer and model must have the same parameters, but only one has first.bias of model",
-    ),
+OPTIONS: dict[str, dict[str, Any]] = {"bits": {"bits": 2}, "true": {"bits": True}, "feedback": {"feedback": "fp16"}}
+OPTIONS |= {"one bit": {"bits": 1, "feedback": None}, "scaler": {"scaler": 3}}
+MISTAKES = {
+    "bits": "ValueError: bits must be one of (8, 4, 1), got 2",
+    "true": "ValueError: bits must be one of (8, 4, 1), got True",
+    "feedback": "ValueError: feedback must be one of ('fp32', 'bf16', '8bit', None), got 'fp16'",
+    "one bit": "ValueError: feedback must be 'fp32', 'bf16' or '8bit' at one bit",
+    "scaler": "TypeError: scaler must be a torch.amp.GradScaler, got int",
+    "bare": "TypeError: model must be in DistributedDataParallel or fully_shard()ed, got Net",
+    "twice": "RuntimeError: compress() is attached to this model already: first call detach()",
+    "differs": "DisagreementError: ranks differ: bits of compress() is 4 on rank 0 but 8 on rank 1",
+    "in a list": "ValueError: each parameter must be in one optimizer, but first.weight is in SGD too",
+    "none of ours": "TypeError: optimizer must be one of fusedonebit's, or a list with one, got SGD, AdamW",
+    "a stranger": "TypeError: optimizer must be a list of optimizers, got int in it",
+    "idle": "ValueError: bits, feedback and scaler must be left out where no other optimizer's gradients are",
+    "sparse": "ValueError: module.0 must be made with sparse=False, got sparse=True",
+    "lacking": "ValueError: optimizer and model must have the same parameters, but only one has first.bias of model",
 }
 
 
 def mistaken(rank: int, world_size: int, what: str) -> str:
-    options = {"bits": 4} | MISTAKES[what][0]
+    options = {"bits": 4} | OPTIONS.get(what, {})
     net = Net()
     model: Any = net if what == "bare" else DistributedDataParallel(net)
     matrices, rest = ([p for p in net.parameters() if (p.dim() == 2) == want] for want in (True, False))
@@ -318,22 +315,24 @@ def all_mistakes(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_is_wrong_is_said_on_every_rank():
     for said in run_ranks(all_mistakes, 2):
-        for what, (_, expected) in MISTAKES.items():
+        for what, expected in MISTAKES.items():
             assert said[what].startswith(expected), what
 
 
 def detached(rank: int, world_size: int) -> tuple[str, bool, str]:
-    """What is printed; that DDP averages as ever afterwards; and that it may be compressed again."""
+    """What is printed; that DDP averages as ever afterwards, and in a pickle; and that it may be compressed again."""
     model, compression = wrapped("ddp", 4, "bf16")
     train(model, SGD(model.parameters(), 0.0), rank, range(2))
+    pickled = pickle.loads(pickle.dumps(model))
     compression.detach()
     compression.detach()
-    model.zero_grad()
     torch.manual_seed(0)
     twin = DistributedDataParallel(Net())
-    loss_of(model, rank, 5).backward()
-    loss_of(twin, rank, 5).backward()
-    same = all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    for each in (twin, model, pickled):
+        each.zero_grad()
+        loss_of(each, rank, 5).backward()
+    grads = zip(twin.parameters(), model.parameters(), pickled.parameters(), strict=True)
+    same = all(torch.allclose(q.grad, p.grad) for p, *others in grads for q in others)
     return repr(compression), same, repr(fusedonebit.compress(model, 8, feedback=None))
 
 

@@ -179,7 +179,7 @@ class FsdpCompression(Compression):
         form: Format,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        device = next(model.parameters()).device
+        device = groups_of(model)[0][1].device  # where gradients are; parameters may be offloaded
         super().__init__(form, make_transport(None, device), device, scaler)
         alone = replicas is None or dist.get_world_size(replicas) == 1
         self.replicas = None if alone else make_transport(replicas, device)

@@ -55,9 +55,9 @@ class Seat:
         """Return whether the hook does what DDP does without one."""
         return self.taken_by is None or self.taken_by.averages_as_ddp
 
-    def __deepcopy__(self, _: dict[int, Any]) -> Seat:
-        """Return what a copy of the model has in its list: nobody is attached to it, and DDP has no hook there."""
-        return Seat(None)
+    def __reduce__(self) -> tuple[type[Seat], tuple[None]]:
+        """Return what makes that of a copy of the model: nobody is attached to it, and DDP has no hook there."""
+        return Seat, (None,)
 
     @staticmethod
     def of(model: DistributedDataParallel) -> Seat | None:
@@ -71,11 +71,9 @@ class Seat:
         seat = Seat.of(model)
         if seat is None:
             seat = Seat(model)
-            # DDP refuses hooks whose annotations are text, as all of this file are; a lambda has none.
-            model.register_comm_hook(seat, lambda seat, bucket: seat.average(bucket))
-        itself = weakref.ref(model)  # the model holds the hook, in C++ as well, where no collector looks
-        seat.hooks = [model.register_forward_pre_hook(lambda module, _: _refuse_join(module, itself))]
-        vars(model)["join_hook"] = lambda **_: _NoJoin()
+            model.register_comm_hook(seat, _average)
+        seat.hooks = [model.register_forward_pre_hook(_refuse_join)]
+        vars(model)["join_hook"] = _NoJoin
         seat.taken_by = averager
 
     @staticmethod
@@ -131,15 +129,22 @@ def check_free(model: object) -> None:
         raise RuntimeError(JOIN)
 
 
+def _average(seat, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text, as all here are
+    return seat.average(bucket)
+
+
 class _NoJoin(JoinHook):
     """Refuses ``join()`` on a rank that has no batch in it."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
 
     def main_hook(self) -> None:
         raise RuntimeError(JOIN)
 
 
-def _refuse_join(model: DistributedDataParallel, attached: weakref.ref[DistributedDataParallel]) -> None:
-    if not model._join_config.enable or model is not attached():  # but a copy
+def _refuse_join(model: DistributedDataParallel, _: Any) -> None:
+    if not model._join_config.enable or Seat.of(model) is None:  # a copy's
         return
     # Ranks without a batch are waiting for this, and then hear of it from ``_NoJoin``.
     if (work := Join.notify_join_context(model)) is not None:
