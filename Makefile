@@ -139,7 +139,7 @@ $(VENV)/.ecosystem: $(READY)
 	@touch $@
 
 test-ecosystem: $(VENV)/.ecosystem
-	$(BIN)/python -m pytest tests/ecosystem
+	$(BIN)/python -m pytest -n $(WORKERS) tests/ecosystem
 
 $(VENV)/.docs: $(READY)
 	@echo "installing Sphinx and its theme"
