@@ -32,6 +32,7 @@ APART = {LIVING[0]: "OneBitAdam", OURS[2]: "ZeroOneAdam", "zero-one-adam-own": "
 """Those that are looked at where workers' data differ, at AdamW's rates, and what they are called."""
 
 COMPRESSED = ("compress-8", "compress-4", "compress-8-none", "compress-4-none", "compress-1")
+COMPRESSED += ("compress-8-fsdp", "compress-4-fsdp", "compress-8-fsdp-8bit", "compress-4-fsdp-8bit")
 """AdamW at its rates, on gradients that ``compress`` averages; for SGD and Muon names begin with theirs."""
 
 

@@ -268,6 +268,10 @@ class QuantisedReduceScatter(Exchange):
         """
         self.write(tensors, step)
         self.transport.all_to_all(self.arrived.buffer, self.sent.buffer)
+        self.receive(received, tensors, step, factor)
+
+    def receive(self, received: Tensor, tensors: Sequence[Tensor], step: Step, factor: float) -> None:
+        """Write the sum of what has ``arrived``, times a factor, to ``received``."""
         self._take_back(tensors, step)
         dequantise(
             *(self.arrived.levels, self._own_words, [received], self._own, factor),

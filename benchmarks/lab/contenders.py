@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -155,6 +156,10 @@ LENGTHS = (4, 8, 16, 32)
 COMPRESSED: dict[str, dict[str, Any]] = {
     f"compress-{bits}{'' if feedback else '-none'}": {"bits": bits, "feedback": feedback}
     for bits, feedback in ((8, "bf16"), (4, "bf16"), (1, "bf16"), (8, None), (4, None))
+}
+COMPRESSED |= {
+    f"compress-{bits}-fsdp{'-8bit' if feedback else ''}": {"bits": bits, "feedback": feedback, "sharded": True}
+    for bits, feedback in product((8, 4), (None, "8bit"))
 }
 """How ``fusedonebit.compress`` averages gradients; AdamW's plain by name, after "sgd-" and "muon-" the others'."""
 
