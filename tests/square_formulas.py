@@ -74,7 +74,7 @@ def tell_squares(w: Wide, after: Any) -> None:
     assert not found[own < largest * 2.0**-33].any()
     projected(w, after, a.first_block, len(after.projections))
     g = np.where(w.live, w.flat(a.grads), 0.0) * (1.0 if a.factor is None else float(a.factor))
-    square = w.rows(g) ** 2
+    square = w.rows(g.astype(np.float32).astype(np.float64)) ** 2  # a product below float32's least is 0
     weight = np.maximum(square.sum(1), 1e-300)
     for found, of in zip(after.peaks.transpose(0, 1).reshape(2, -1), (square, own), strict=True):
         mean = (square * of).sum(1) / weight

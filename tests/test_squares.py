@@ -39,7 +39,7 @@ def projected(worker: int, shape: tuple[int, ...], draw: int, other_signs: bool 
     updates = torch.tensor(draw + 10**6 * (other_signs and worker == 1))
     shared = SharedSquares(layout, 0, torch.device("cpu"), Stored(torch.zeros(layout.numel)))
     shared.tell([g.view(shape)], Looks(updates), 0, places_of(layout))
-    return shared.sent.numbers[0]
+    return shared.sent.projections[0]
 
 
 def mean_square(shape: tuple[int, ...]) -> float:

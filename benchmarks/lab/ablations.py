@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit import Lamb, Numerics, OneBitAdam
-from fusedonebit.comm import CompressedAllReduce, Transport
+from fusedonebit.comm import Transport
 from fusedonebit.core.algorithm import Algorithm
 from fusedonebit.core.frame import Frame
 from fusedonebit.core.optimizer import DistributedOptimizer
@@ -59,31 +59,13 @@ class FrozenAverages(Averaged):
         freeze(frame.places, moments.exp_avg, moments.exp_avg_sq, False, False, *tables)
 
 
-class CompressedAverages(FrozenAverages):
-    """Compresses gradients instead, from the first step on."""
-
-    def __init__(self, frame: Frame, update: Update, moments: MomentBuffers) -> None:
-        super().__init__(frame, update, moments)
-        self._reducer = CompressedAllReduce(frame.layout, frame.ranks.transport, device=frame.device)
-
-    def held(self) -> list[Tensor]:
-        return [*super().held(), *self._reducer.state()]
-
-    def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
-        self._reducer(grads, abort=abort)
-        self.update(self.frame.layout.cut(self._reducer.result()), coef, self._reducer.flags)
-        return self._reducer.flags
-
-
 class FreezableAdam(Algorithm):
     """AdamW on averaged gradients, whose variance may stay."""
-
-    averages: type[FrozenAverages] = FrozenAverages
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         self.moments = MomentBuffers(frame)
-        self._frozen = self.averages(frame, AdamUpdate(frame, self.moments), self.moments)
+        self._frozen = FrozenAverages(frame, AdamUpdate(frame, self.moments), self.moments)
         self.parts = (self.moments, self._frozen)
 
     @property
@@ -92,12 +74,6 @@ class FreezableAdam(Algorithm):
 
     def table(self) -> Tensor:
         return self.stage.table()
-
-
-class CompressedGradients(FreezableAdam):
-    """AdamW on compressed gradients, from the first step on."""
-
-    averages = CompressedAverages
 
 
 class FreezableLambUpdate(AveragedLamb):
@@ -125,12 +101,6 @@ class AveragedAdam(DistributedOptimizer):
 
     def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any], process_group: Transport) -> None:
         super().__init__(params, defaults, process_group=process_group, numerics=Numerics(bias_correction=True))
-
-
-class NaiveOneBitAdam(AveragedAdam):
-    """Adam on compressed gradients: no warm-up, nothing frozen. The variance sees the compression error squared."""
-
-    kind = CompressedGradients
 
 
 class FreezableLamb(Lamb):

@@ -27,7 +27,7 @@ from fusedonebit.apps.train.baselines import BaselineAdam
 from fusedonebit.core.resolved import Options
 from fusedonebit.core.settings import VARIANCE_FLOOR, StateKind
 
-from .ablations import AveragedAdam, FreezableLamb, LivingAdam, NaiveOneBitAdam, settled
+from .ablations import AveragedAdam, FreezableLamb, LivingAdam, settled
 from .alike import AlikeTransport
 from .compressed import OnAverages
 from .rivals import RIVALS
@@ -40,9 +40,9 @@ def _torchs(params: Params, of: Setting) -> AveragedAdamW:
     return AveragedAdamW(params, of.lr, of.transport, betas=BETAS, eps=EPS, weight_decay=of.weight_decay)
 
 
-def _adam(params: Params, of: Setting, kind: type[AveragedAdam] = AveragedAdam, **frozen: Any) -> Any:
+def _adam(params: Params, of: Setting, **frozen: Any) -> Any:
     defaults = {"lr": of.lr, "betas": BETAS, "eps": EPS, "weight_decay": of.weight_decay}
-    return _frozen(kind(params, defaults, of.transport), of, **frozen)
+    return _frozen(AveragedAdam(params, defaults, of.transport), of, **frozen)
 
 
 def _ours(params: Params, of: Setting, kind: Any = AdamW, **options: Any) -> Any:
@@ -197,7 +197,6 @@ CONTENDERS: dict[str, Contender] = {
         partial(_onebit_adam, numerics=replace(PAPER, bias_correction=False, dead_coordinates="keep"))
     ),
     "onebit-lamb-paper": of_lamb(partial(_onebit_lamb, numerics=PAPER, faults=UNGUARDED)),
-    "naive-onebit-adam": Contender(partial(_adam, kind=NaiveOneBitAdam), parent="adamw"),
     **{name: of_adam(partial(OnAverages, base="adamw", **how)) for name, how in COMPRESSED.items()},
     **{
         name: Contender(partial(OnAverages, base=base, **how), parent=base, rate=rate, batched=True)

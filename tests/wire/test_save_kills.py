@@ -38,6 +38,7 @@ def save_on_and_on(rank: int, folder: Path, victim: int, after: float) -> dict[s
         optimizer.step()
         optimizer.zero_grad()
     dcp.save(model, optimizer, folder / "first")
+    dist.barrier()  # nobody dies within that
     if rank == victim:
         threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     for number in range(1000):

@@ -166,7 +166,7 @@ def test_many_items_are_seen_after_a_sixth_of_the_steps_or_never():
 
 
 @pytest.mark.long(but=["mlp", "late"], full=True)
-@pytest.mark.parametrize("task", [name for name in TASKS if name != "gan"])
+@pytest.mark.parametrize("task", [name for name in TASKS if name not in ("gan", "gans")])
 def test_adamw_learns_every_task(task):
     settings, trial, draw = TASKS[task], TASKS[task].make(0), torch.Generator().manual_seed(0)
     (params,) = values(trial)
@@ -178,6 +178,6 @@ def test_adamw_learns_every_task(task):
         optimizer.zero_grad()
         trial.loss(0, [params], trial.batch(draw, settings.batch_size, step / settings.steps)).backward()
         optimizer.step()
-    # Most of what varies in the progress of diabetes is noise.
-    share = 0.01 if settings.noiseless else 0.8 if task == "regression" else 0.65
+    # Most of what varies in the progress of diabetes is noise; adapters of a frozen network learn little.
+    share = 0.01 if settings.noiseless else {"regression": 0.8, "adapters": 0.9}.get(task, 0.65)
     assert trial.validate([params]) < before * share
