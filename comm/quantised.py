@@ -182,8 +182,9 @@ class Exchange:
         if flags & Flag.MISMATCH:
             return f"ranks differ: {describe_mismatch(words)}"
         if flags & Flag.ABORT:
-            aborted = [rank for rank, told in enumerate(words[:, Word.FLAGS].tolist()) if told & Flag.ABORT]
-            return f"rank {', '.join(map(str, aborted))} could not go on, and its own error says why"
+            # Servers tell what any worker has told them.
+            aborted = [str(rank) for rank, told in enumerate(words[:, Word.FLAGS].tolist()) if told & Flag.ABORT]
+            return f"rank {' or '.join(aborted)} could not go on, and its own error says why"
         return f"a message has flags that nobody sets, {words[:, Word.FLAGS].tolist()}: it was damaged on its way"
 
 

@@ -119,11 +119,15 @@ def test_mixed_precision_is_as_fsdp2_has_it(reduce_in):
     assert all(near and torch.equal(grads, found[0][1]) for near, grads in found)
 
 
-def missing(rank: int, world_size: int, feedback: Any, sends_zeros: bool, on: int | None = None) -> str:
+def missing(
+    rank: int, world_size: int, feedback: Any, sends_zeros: bool, on: int | None = None, replicas: int = 1
+) -> str:
     torch.manual_seed(0)
     model = Pair()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    fusedonebit.compress(model, 8, feedback=feedback)
+    mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    of = mesh["replicate"].get_group() if replicas > 1 else None
+    fusedonebit.compress(model, 8, feedback=feedback, replicas=of)
     model.set_reduce_scatter_unused_params(sends_zeros)
     try:
         for all_of_it in (True, False, True):
@@ -148,10 +152,11 @@ def test_gradients_may_be_missing(feedback, sends_zeros, told):
         assert said.startswith(told)
 
 
-def test_a_gradient_that_one_rank_alone_lacks_is_told_to_all():
-    *others, own = run_ranks(missing, 3, "8bit", False, 2, group_timeout=30)
+@pytest.mark.parametrize(("ranks", "replicas", "of_group"), [(3, 1, 2), (4, 2, 1)])
+def test_a_gradient_that_one_rank_alone_lacks_is_told_to_all(ranks, replicas, of_group):
+    *others, own = run_ranks(missing, ranks, "8bit", False, ranks - 1, replicas, group_timeout=30)
     assert own.startswith("the gradients of first.weight's group are others than at compress()")
-    assert all("rank 2 could not go on, and its own error says why" in said for said in others)
+    assert all(f"{of_group} could not go on, and its own error says why" in said for said in others)
 
 
 def test_a_factor_is_what_a_sum_is_multiplied_with():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, agree, make_transport
+from ..comm import DisagreementError, Format, QuantisedAllReduce, QuantisedReduceScatter, Step, agree, make_transport
 from ..comm.quantised import FEEDBACK, Exchange, owed
 from ..core.compression import Compression, fill, named, stored_in
 from ..triton_kernels import FlatLayout
@@ -101,7 +101,10 @@ class Scatter:
         compression, rows = self._compression, list(input_tensor.view(self.ranks.world_size, -1))
         length = len(rows[0])
         if compression.form.feedback is not None and length != self.rows.length:
-            self._abort()
+            nothing = torch.zeros(self.rows.length, device=compression.device)
+            step = Step(compression.next_number(), aborted=True)
+            self.sums[self.rows.length](torch.empty_like(nothing), [nothing] * len(rows), step, 1.0)
+            self._abort_mean(self.rows.length)
             raise RuntimeError(
                 f"the gradients of {self.names[0]}'s group are others than at compress(), {length} elements a rank "
                 f"instead of {self.rows.length}, and FSDP2 does not tell which: with feedback call "
@@ -111,23 +114,29 @@ class Scatter:
         if length not in self.sums:
             self.sums[length] = self._sum(length)
         self.factor = factor_of(op, len(rows))
-        compression.run(self.sums[length], lambda step: self.sums[length](output_tensor, rows, step, self.factor))
+        try:
+            compression.run(self.sums[length], lambda step: self.sums[length](output_tensor, rows, step, self.factor))
+        except DisagreementError:
+            self._abort_mean(length)
+            raise
 
-    def _abort(self) -> None:
-        """Take part in the exchange that the others are in, with nothing, so that they raise as well."""
-        exchange, compression = self.sums[self.rows.length], self._compression
-        nothing = torch.zeros(self.rows.length, device=compression.device)
-        step = Step(compression.next_number(), aborted=True)
-        exchange(torch.empty_like(nothing), [nothing] * self.ranks.world_size, step, 1.0)
+    def _abort_mean(self, length: int) -> None:
+        """Take part in what replicas are in, with nothing, so that they raise as well."""
+        if self._compression.replicas is not None:
+            nothing = torch.zeros(length, device=self._compression.device)
+            self._mean_of(length)([nothing], Step(self._compression.next_number(), aborted=True))
 
     def average(self, shard: Tensor) -> None:
         """Average what this rank has received over the replicas, in place."""
-        length = shard.numel()
         if shard.is_cuda:  # of the reduce-scatter's stream, whose memory FSDP2 may use again meanwhile
             shard.record_stream(torch.cuda.current_stream(shard.device))
+        mean = self._mean_of(shard.numel())
+        self._compression.run(mean, lambda step: mean([shard], step))
+
+    def _mean_of(self, length: int) -> QuantisedAllReduce:
         if length not in self.means:
             self.means[length] = self._mean(length)
-        self._compression.run(self.means[length], lambda step: self.means[length]([shard], step))
+        return self.means[length]
 
     def _sum(self, length: int) -> QuantisedReduceScatter:
         form, ranks = self._compression.form, self.ranks.world_size
