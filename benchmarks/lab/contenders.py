@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -32,6 +32,7 @@ from .alike import AlikeTransport
 from .compressed import OnAverages
 from .rivals import RIVALS
 from .rivals.frame import Rival
+from .rivals.one_bit_muon import OneBitMuon, Way
 from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
 from .workers import BatchedZeroOneAdam
 
@@ -163,6 +164,10 @@ COMPRESSED |= {
 }
 """How ``fusedonebit.compress`` averages gradients; AdamW's plain by name, after "sgd-" and "muon-" the others'."""
 
+MUONS: dict[str, dict[str, Any]] = {way: {"way": way} for way in get_args(Way)}
+MUONS |= {"ef21-rows": {"way": "ef21", "scale": "rows"}, "ef21-normalised": {"way": "ef21", "normalised": True}}
+"""How a bit each way may lie around Muon's Newton-Schulz."""
+
 CONTENDERS: dict[str, Contender] = {
     "adamw": of_adam(_torchs),
     "onebit-adam": of_adam(_onebit_adam),
@@ -202,6 +207,10 @@ CONTENDERS: dict[str, Contender] = {
         name: Contender(partial(OnAverages, base=base, **how), parent=base, rate=rate, batched=True)
         for base, rate in (("sgd", 10.0), ("muon", 1.0))
         for name, how in {base: {}, **{f"{base}-{k}": v for k, v in COMPRESSED.items()}}.items()
+    },
+    **{
+        f"onebit-muon-{name}": Contender(partial(OneBitMuon, **how), parent="muon", batched=True)
+        for name, how in MUONS.items()
     },
     "adam-frozen-no-floor": of_adam(partial(_adam, frozen=True, floor=0.0)),
     "zero-one-adam-16": of_adam(partial(_zero_one_adam, most=16), local=True),

@@ -1,0 +1,116 @@
+"""Muon (Jordan, 2024) whose matrices travel at a bit each way: where compression may lie around Newton-Schulz.
+
+EF21 (Richtarik et al., 2021) sends what a tracker lacks of a value, in place of the value and what was lost of it
+before; around Muon arXiv 2607.29674 has it, up only and both ways. All else that is trained is AdamW's, on exact means.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from ..setting import Params, Setting
+from .bits import packed_bytes
+from .frame import Adam, Rival
+
+MOMENTUM, COEFFICIENTS, STEPS, NS_EPS = 0.95, (3.4445, -4.7750, 2.0315), 5, 1e-7
+"""torch.optim.Muon's."""
+Way = Literal["exact", "feedback", "feedback-up", "ef21", "ef21-up", "vote"]
+Scale = Literal["tensor", "rows"]
+
+
+class OneBitMuon(Rival):
+    """Muon for matrices between the first and the last, as the lab's uncompressed one; signs are scaled.
+
+    Args:
+        way: "exact": nothing is compressed. "feedback": workers' Nesterov momenta and their mean with what was lost
+            before, as 1-bit Adam; "-up": the mean exactly. "ef21": trackers of the momenta, and one of the update that
+            their mean's orthogonalisation is; "-up": that exactly. "vote": signs of what each worker orthogonalises.
+        scale: Of signs, the mean magnitude: one for a matrix, or of rows times columns.
+        normalised: Whether each worker's momentum is divided by its norm before.
+    """
+
+    def __init__(
+        self, params: Params, of: Setting, way: Way, scale: Scale = "tensor", normalised: bool = False
+    ) -> None:
+        super().__init__(params, of, way=way, scale=scale, normalised=normalised)
+        self.way, self.scale, self.normalised = way, scale, normalised
+        between = [i for i, shape in enumerate(self.shapes) if len(shape) >= 2][1:-1]
+        self.matrices = [(self.slices[i], self.shapes[i].numel() // self.shapes[i][0]) for i in between]
+        self.rest = torch.ones_like(self.x, dtype=torch.bool)
+        for part, _ in self.matrices:
+            self.rest[part] = False
+        self.adam = Adam(self.x[self.rest])
+        # Of workers: momenta, and what was lost of them or trackers; of owners: the same of the mean, and of updates.
+        self.momenta, self.workers_own = (self.x.new_zeros(self.workers, len(self.x)) for _ in range(2))
+        self.mean, self.update = (torch.zeros_like(self.x) for _ in range(2))
+
+    def move(self, gradients: Tensor) -> None:
+        rest = self.x[self.rest]
+        self.adam.step(rest, self.wires.all_reduce(gradients[:, self.rest]) / self.workers, self.lr, self.weight_decay)
+        self.x[self.rest] = rest
+        self.momenta.lerp_(gradients, 1 - MOMENTUM)
+        nesterov = gradients.lerp(self.momenta, MOMENTUM)
+        for part, columns in self.matrices:
+            update = self._update(nesterov[:, part].unflatten(1, (-1, columns)), part)
+            rows = update.shape[0]
+            self.x[part].mul_(1 - self.lr * self.weight_decay)
+            self.x[part].sub_(update.reshape(-1), alpha=self.lr * 0.2 * max(rows, columns) ** 0.5)
+            self._count(rows, columns)
+
+    def _update(self, nesterov: Tensor, part: slice) -> Tensor:
+        """Return what a matrix moves by, [rows, columns], of all workers' momenta [W, rows, columns]."""
+        if self.normalised:
+            nesterov = nesterov / nesterov.flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-30)
+        shape = nesterov.shape[1:]
+        if self.way == "exact":
+            return orthogonal(nesterov.mean(0))
+        if self.way == "vote":
+            votes = torch.stack([orthogonal(each).sign() for each in nesterov]).sum(0).sign()
+            return votes / max(shape) ** 0.5
+        own, mean = self.workers_own[:, part].view(nesterov.shape), self.mean[part].view(shape)
+        if self.way.startswith("feedback"):
+            own += nesterov
+            sent = self._signs(own)
+            own -= sent
+            if self.way.endswith("up"):
+                return orthogonal(sent.mean(0))
+            mean += sent.mean(0)
+            served = self._signs(mean)
+            mean -= served
+            return orthogonal(served)
+        sent = self._signs(nesterov - own)
+        own += sent
+        mean += sent.mean(0)
+        found = orthogonal(mean)
+        if self.way.endswith("up"):
+            return found
+        update = self.update[part].view(shape)
+        update += self._signs(found - update)
+        return update
+
+    def _signs(self, x: Tensor) -> Tensor:
+        """Return signs times scales, of matrices [..., rows, columns]."""
+        size = x.abs()
+        if self.scale == "tensor":
+            return x.sign() * size.mean((-2, -1), keepdim=True)
+        rows, columns = size.mean(-1, keepdim=True), size.mean(-2, keepdim=True)
+        return x.sign() * rows * (columns / columns.mean(-1, keepdim=True).clamp(min=1e-30))
+
+    def _count(self, rows: int, columns: int) -> None:
+        """Count what travels of a matrix: its signs and scales up to its owner, and down to all; exactly in 2 bytes."""
+        scales = 4 * (1 if self.scale == "tensor" else rows + columns)
+        signs, exactly = packed_bytes(rows * columns, 1) + scales, 2 * rows * columns
+        up = exactly if self.way == "exact" else signs
+        down = exactly if self.way == "exact" or self.way.endswith("up") else signs
+        for nbytes in (up, down):
+            self.wires.all_gather(torch.empty(1, nbytes, dtype=torch.uint8))
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Return a matrix near the orthogonal one nearest to ``x`` [rows, columns], in torch's Newton-Schulz steps."""
+    found: Any = _zeropower_via_newtonschulz(x, COEFFICIENTS, STEPS, NS_EPS)
+    return found.to(x.dtype)
