@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from benchmarks.lab.contenders import CONTENDERS, HEADLINE
 from benchmarks.lab.plots import plot, plot_toys
 from benchmarks.lab.publish import publish
 from benchmarks.lab.records import Records
-from benchmarks.lab.report import View, difference, rates, rows, views
+from benchmarks.lab.report import DECADES, View, difference, rates, rows, views
 from benchmarks.lab.tasks import FIRST, LATER, TASKS, images, synthetic
 
 from . import pages
@@ -36,9 +38,41 @@ COMPRESSED += ("compress-8-fsdp", "compress-4-fsdp", "compress-8-fsdp-8bit", "co
 """AdamW at its rates, on gradients that ``compress`` averages; for SGD and Muon names begin with theirs."""
 
 
+BF16 = "bf16"
+COMPRESSED_BY = {
+    f"{workers} workers{'' if alike else ', their data apart'}": View(workers, parents=True, alike=alike)
+    for alike, workers in product((1.0, 0.0), (4, 16))
+}
+"""Where AdamW on compressed gradients is looked at, at AdamW's rates."""
+
+
+def near(records: Records, view: View, name: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the tasks that a compressed optimizer was trained on; those on which it ends within 0.5 % (0.05 decades).
+
+    That is its mean and one standard error; the third are those of which seeds tell too little: half of that.
+    """
+    found = {task: d for task in FIRST if (d := difference(records, view, task, name)) is not None}
+    limit = {task: DECADES if TASKS[task].noiseless else 0.5 for task in found}
+    within = [task for task, d in found.items() if d.diverged == 0 and d.mean + d.error <= limit[task]]
+    return list(found), within, [task for task, d in found.items() if d.error > limit[task] / 2]
+
+
 def compressed_table(records: Records) -> str:
-    """Return how much worse AdamW is at 4 workers and its own rate where its gradients are compressed."""
-    return markdown(rows(records, View(parents=True), COMPRESSED, FIRST))
+    """Return how much worse AdamW is at its own rate where its gradients are compressed to 8 bits, and to 4.
+
+    And by bfloat16's hook, with 4 workers, for what seeds tell.
+    """
+    first, *others = COMPRESSED_BY.items()
+    cells = [(BF16, *first), *((name, *each) for name in COMPRESSED[:2] for each in (first, *others))]
+    head = ["", *(f"{name.removeprefix('compress-')}{' bits' * (name != BF16)}, {said}" for name, said, _ in cells)]
+    body = [
+        [f"{task}, {TASKS[task].metric}", *(str(difference(records, view, task, n) or "") for n, _, view in cells)]
+        for task in FIRST
+    ]
+    counts = [near(records, view, name) for name, _, view in cells]
+    body.append(["within 0.5 % (0.05 dec), error included", *(f"{len(w)} of {len(all_)}" for all_, w, _ in counts)])
+    body.append(["of which seeds tell too little", *(f"{len(u)} of {len(all_)}" for all_, _, u in counts)])
+    return markdown([head, *body])
 
 
 def headline_table(records: Records) -> str:
@@ -102,7 +136,7 @@ def ablations(records: Records) -> str:
     recorded = {key.optimizer for key in records.found}
     shown = {*HEADLINE, *LIVING, *VOTES, FROZEN}
     others = [name for name in CONTENDERS if name in recorded - shown and "compress-" not in name]
-    others = [name for name in others if name not in ("sgd", "muon")]
+    others = [name for name in others if name not in ("sgd", "muon", BF16)]
     view = View(parents=True)
     parts = map(list, zip(*rows(records, view, others), strict=True))
     return f"{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}"
