@@ -101,11 +101,14 @@ class OneBitMuon(Rival):
         return x.sign() * rows * (columns / columns.mean(-1, keepdim=True).clamp(min=1e-30))
 
     def _count(self, rows: int, columns: int) -> None:
-        """Count what travels of a matrix: its signs and scales up to its owner, and down to all; exactly in 2 bytes."""
+        """Count what travels of a matrix, up to its owner and down to all: signs and scales, or floats.
+
+        An update that was orthogonalised is in bfloat16.
+        """
         scales = 4 * (1 if self.scale == "tensor" else rows + columns)
-        signs, exactly = packed_bytes(rows * columns, 1) + scales, 2 * rows * columns
-        up = exactly if self.way == "exact" else signs
-        down = exactly if self.way == "exact" or self.way.endswith("up") else signs
+        signs, floats = packed_bytes(rows * columns, 1) + scales, 4 * rows * columns
+        up = floats if self.way == "exact" else signs
+        down = {"exact": floats, "feedback-up": floats, "ef21-up": floats // 2}.get(self.way, signs)
         for nbytes in (up, down):
             self.wires.all_gather(torch.empty(1, nbytes, dtype=torch.uint8))
 

@@ -110,7 +110,8 @@ def test_muon_is_torchs_where_nothing_is_compressed(monkeypatch):
     exact, feedback = (abs(other["metric"] / muon["metric"] - 1) for other in others)
     print(f"beside torch's Muon, {exact:.2%} apart; with a bit each way {feedback:.2%}")
     assert exact < 0.001 < feedback
-    assert others[1]["sent"] < others[0]["sent"] < muon["sent"]
+    assert others[0]["sent"] == pytest.approx(muon["sent"], rel=1e-4)
+    assert others[1]["sent"] < 0.6 * muon["sent"]
 
 
 def test_a_float_all_reduce_is_eight_bytes_at_any_worker_count(monkeypatch):
