@@ -88,7 +88,7 @@ class Scatter:
         if compression.form.feedback is not None:  # its bytes are known from the start
             self.sums[self.rows.length] = self._sum(self.rows.length)
             if compression.replicas is not None:
-                self.means[self.rows.length] = self._mean(self.rows.length)
+                self._mean(self.rows.length)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory, as FSDP2 asks for it."""
@@ -124,19 +124,14 @@ class Scatter:
         """Take part in what replicas are in, with nothing, so that they raise as well."""
         if self._compression.replicas is not None:
             nothing = torch.zeros(length, device=self._compression.device)
-            self._mean_of(length)([nothing], Step(self._compression.next_number(), aborted=True))
+            self._mean(length)([nothing], Step(self._compression.next_number(), aborted=True))
 
     def average(self, shard: Tensor) -> None:
         """Average what this rank has received over the replicas, in place."""
         if shard.is_cuda:  # of the reduce-scatter's stream, whose memory FSDP2 may use again meanwhile
             shard.record_stream(torch.cuda.current_stream(shard.device))
-        mean = self._mean_of(shard.numel())
+        mean = self._mean(shard.numel())
         self._compression.run(mean, lambda step: mean([shard], step))
-
-    def _mean_of(self, length: int) -> QuantisedAllReduce:
-        if length not in self.means:
-            self.means[length] = self._mean(length)
-        return self.means[length]
 
     def _sum(self, length: int) -> QuantisedReduceScatter:
         form, ranks = self._compression.form, self.ranks.world_size
@@ -146,10 +141,12 @@ class Scatter:
         return made
 
     def _mean(self, length: int) -> QuantisedAllReduce:
+        if length in self.means:
+            return self.means[length]
         form, replicas = self._compression.form, self._compression.replicas
         assert replicas is not None  # or FSDP2 has no hook
         layout = FlatLayout((length,), replicas.world_size, form.block_size)
-        made = QuantisedAllReduce(layout, replicas, form, self._compression.device)
+        self.means[length] = made = QuantisedAllReduce(layout, replicas, form, self._compression.device)
         self._compression.lend(made)
         return made
 
