@@ -152,13 +152,22 @@ def train(
     return float(loss.detach())
 
 
-def trains(rank: int, world_size: int, kind: str, name: str, bits: int, steps: int) -> tuple[float, float, Tensor]:
-    """The loss at the beginning and the end, with any optimizer, clipped; and the parameters."""
+def trains(
+    rank: int, world_size: int, kind: str, name: str, bits: int, steps: int
+) -> tuple[float, float, Tensor, Tensor]:
+    """The loss at the beginning and the end, with any optimizer, clipped; the parameters; a digest of all gradients."""
     model, _ = wrapped(kind, bits, "default")
     optimizer = OPTIMIZERS[name](model.parameters())
+    digest = torch.zeros((), dtype=torch.int64)
+
+    def digested(*_: Any) -> None:
+        for p in model.parameters():
+            digest.mul_(1_000_003).add_(whole(p.grad).contiguous().view(torch.int32).sum())
+
+    optimizer.register_step_pre_hook(digested)
     first = float(loss_of(model, 100 + rank, 0).detach())
     train(model, optimizer, rank, range(steps), clip=1.0)
-    return first, float(loss_of(model, 100 + rank, 0).detach()), flat(model)
+    return first, float(loss_of(model, 100 + rank, 0).detach()), flat(model), digest
 
 
 def check_resuming(kind: str, form: Any, before: int, after: int, path: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from compress_runs import (
     BUCKETS_MB,
     OPTIMIZERS,
@@ -110,7 +111,7 @@ def test_an_infinite_gradient_is_nan_everywhere():
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_any_optimizer_trains(bits, name):
     found = run_ranks(trains, 2, "ddp", name, bits, 60)
-    for first, last, params in found:
+    for first, last, params, _ in found:
         assert last < 0.7 * first
         assert torch.equal(params, found[0][2])
 
@@ -119,7 +120,9 @@ def test_any_optimizer_trains(bits, name):
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 4), ("fsdp", 3), ("replicas", 4)])
 def test_ranks_are_the_same_after_two_thousand_steps(kind, world_size):
     found = run_ranks(trains, world_size, kind, "adamw", 4, 2000, timeout=280)
-    assert all(torch.equal(params, found[0][2]) for *_, params in found)
+    for _, _, params, gradients in found:
+        assert torch.equal(params, found[0][2])
+        assert gradients == found[0][3] != 0
 
 
 def compiled(rank: int, world_size: int, kind: str, backend: str) -> tuple[float, float, torch.Tensor]:
@@ -319,8 +322,9 @@ def test_what_is_wrong_is_said_on_every_rank():
             assert said[what].startswith(expected), what
 
 
-def detached(rank: int, world_size: int) -> tuple[str, bool, str]:
-    """What is printed; that DDP averages as ever afterwards, and in a pickle; and that it may be compressed again."""
+def detached(rank: int, world_size: int) -> tuple[str, bool, str, int]:
+    """What is printed; that DDP averages as ever afterwards, and in a pickle; that it may be compressed again, in the
+    process group that it had."""
     model, compression = wrapped("ddp", 4, "bf16")
     train(model, SGD(model.parameters(), 0.0), rank, range(2))
     pickled = pickle.loads(pickle.dumps(model))
@@ -333,13 +337,16 @@ def detached(rank: int, world_size: int) -> tuple[str, bool, str]:
         loss_of(each, rank, 5).backward()
     grads = zip(twin.parameters(), model.parameters(), pickled.parameters(), strict=True)
     same = all(torch.allclose(q.grad, p.grad) for p, *others in grads for q in others)
-    return repr(compression), same, repr(fusedonebit.compress(model, 8, feedback=None))
+    groups, again = len(dist.distributed_c10d._world.pg_map), fusedonebit.compress(model, 8, feedback=None)
+    train(model, SGD(model.parameters(), 0.0), rank, range(2))
+    return repr(compression), same, repr(again), len(dist.distributed_c10d._world.pg_map) - groups
 
 
 def test_after_detaching_ddp_averages_as_ever():
-    for said, same, again in run_ranks(detached, 2):
+    for said, same, again, made in run_ranks(detached, 2):
         assert said == "compress(bits=4): residuals in bf16, 9,984 bytes on each rank"
         assert same
+        assert made == 0
         assert again == "compress(bits=8): stochastic rounding, no residuals"
 
 

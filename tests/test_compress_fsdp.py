@@ -67,7 +67,7 @@ def test_without_feedback_gradients_are_right_on_average(bits):
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_any_optimizer_trains(bits, kind, world_size, name):
     found = run_ranks(trains, world_size, kind, name, bits, 60)
-    for first, last, params in found:
+    for first, last, params, _ in found:
         assert last < 0.7 * first
         assert torch.equal(params, found[0][2])
 

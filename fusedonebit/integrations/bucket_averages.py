@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm import CollectiveError, Format, QuantisedAllReduce, Step, TorchTransport, make_transport
+from ..comm import CollectiveError, Format, QuantisedAllReduce, Step, TorchTransport
 from ..comm.quantised import FEEDBACK, owed
 from ..core.arrivals import Arrivals, after_backward, take_away
 from ..core.background import Background
 from ..core.compression import Compression, fill, named, pieces, stored_in
 from ..triton_kernels import FlatLayout
+from .seat import Seat
 
 Done = torch.futures.Future[Tensor]
 
@@ -91,10 +92,9 @@ class BucketAverages(Arrivals, Compression):
         known = dict(params)
         trained = [(name, p) for name, p in known.items() if p.requires_grad]
         device = next(iter(known.values()), torch.empty(0)).device
-        ranks = make_transport(model.process_group, device)
-        threaded = isinstance(ranks, TorchTransport)
-        super().__init__(form, ranks.apart() if isinstance(ranks, TorchTransport) else ranks, device, scaler)
-        self._background = Background(device, threaded)
+        ranks = Seat.at(model).apart(device)
+        super().__init__(form, ranks, device, scaler)
+        self._background = Background(device, threaded=isinstance(ranks, TorchTransport))
         self._names = {id(p): name for name, p in known.items()}
         self._sizes = {name: p.numel() for name, p in known.items()}
         self._trained = {name: i for i, (name, _) in enumerate(trained)}

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ..comm import TorchTransport, Transport, make_transport
 from ..comm.transport import in_flight
 from ..core.arrivals import take_away
 
@@ -49,6 +50,7 @@ class Seat:
         self.taken_by: Averager | None = None
         self.model = None if model is None else weakref.ref(model)
         self.hooks: list[RemovableHandle] = []
+        self._apart: Transport | None = None
 
     @property
     def averages_as_ddp(self) -> bool:
@@ -66,12 +68,27 @@ class Seat:
         return next((seat for seat in seats if seat.model is not None and seat.model() is model), None)
 
     @staticmethod
-    def take(model: DistributedDataParallel, averager: Averager) -> None:
-        """Let somebody have a model's, until ``leave``; ``join()`` raises meanwhile."""
+    def at(model: DistributedDataParallel) -> Seat:
+        """Return a model's, made if it has none yet."""
         seat = Seat.of(model)
         if seat is None:
             seat = Seat(model)
             model.register_comm_hook(seat, _average)
+        return seat
+
+    def apart(self, device: torch.device) -> Transport:
+        """Return the model's ranks over a process group that DDP does not use; all make it, once for all who come."""
+        if self._apart is None:
+            model = None if self.model is None else self.model()
+            assert model is not None  # whose hook this is
+            ranks = make_transport(model.process_group, device)
+            self._apart = ranks.apart() if isinstance(ranks, TorchTransport) else ranks
+        return self._apart
+
+    @staticmethod
+    def take(model: DistributedDataParallel, averager: Averager) -> None:
+        """Let somebody have a model's, until ``leave``; ``join()`` raises meanwhile."""
+        seat = Seat.at(model)
         seat.hooks = [model.register_forward_pre_hook(_refuse_join)]
         vars(model)["join_hook"] = _NoJoin
         seat.taken_by = averager
