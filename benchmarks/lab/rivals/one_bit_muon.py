@@ -1,7 +1,8 @@
 """Muon (Jordan, 2024) whose matrices travel at a bit each way: where compression may lie around Newton-Schulz.
 
 EF21 (Richtarik et al., 2021) sends what a tracker lacks of a value, in place of the value and what was lost of it
-before; around Muon arXiv 2607.29674 has it, up only and both ways. All else that is trained is AdamW's, on exact means.
+before; around Muon arXiv 2607.29674 has it, up only, and both ways, down of the parameters (EF21-P). All else that is
+trained is AdamW's, on exact means.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .frame import Adam, Rival
 
 MOMENTUM, COEFFICIENTS, STEPS, NS_EPS = 0.95, (3.4445, -4.7750, 2.0315), 5, 1e-7
 """torch.optim.Muon's."""
-Way = Literal["exact", "feedback", "feedback-up", "ef21", "ef21-up", "vote"]
+Way = Literal["exact", "feedback", "feedback-up", "ef21", "ef21-up", "ef21-p", "vote"]
 Scale = Literal["tensor", "rows"]
 
 
@@ -28,7 +29,8 @@ class OneBitMuon(Rival):
     Args:
         way: "exact": nothing is compressed. "feedback": workers' Nesterov momenta and their mean with what was lost
             before, as 1-bit Adam; "-up": the mean exactly. "ef21": trackers of the momenta, and one of the update that
-            their mean's orthogonalisation is; "-up": that exactly. "vote": signs of what each worker orthogonalises.
+            their mean's orthogonalisation is; "-up": that exactly; "-p": that with what was lost of it before, which is
+            a tracker of the parameters. "vote": signs of what each worker orthogonalises.
         scale: Of signs, the mean magnitude: one for a matrix, or of rows times columns.
         normalised: Whether each worker's momentum is divided by its norm before.
     """
@@ -55,14 +57,20 @@ class OneBitMuon(Rival):
         self.momenta.lerp_(gradients, 1 - MOMENTUM)
         nesterov = gradients.lerp(self.momenta, MOMENTUM)
         for part, columns in self.matrices:
-            update = self._update(nesterov[:, part].unflatten(1, (-1, columns)), part)
-            rows = update.shape[0]
-            self.x[part].mul_(1 - self.lr * self.weight_decay)
-            self.x[part].sub_(update.reshape(-1), alpha=self.lr * 0.2 * max(rows, columns) ** 0.5)
+            momenta = nesterov[:, part].unflatten(1, (-1, columns))
+            rows = momenta.shape[1]
+            kept, rate = 1 - self.lr * self.weight_decay, self.lr * 0.2 * max(rows, columns) ** 0.5
+            moved = rate * self._update(momenta, part)
+            if self.way == "ef21-p":
+                lost = self.update[part].view(rows, columns)
+                lost.mul_(kept).add_(moved)
+                moved = self._signs(lost)
+                lost -= moved
+            self.x[part].mul_(kept).sub_(moved.reshape(-1))
             self._count(rows, columns)
 
     def _update(self, nesterov: Tensor, part: slice) -> Tensor:
-        """Return what a matrix moves by, [rows, columns], of all workers' momenta [W, rows, columns]."""
+        """Return the direction in which a matrix moves, [rows, columns], of all workers' momenta [W, rows, columns]."""
         if self.normalised:
             nesterov = nesterov / nesterov.flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-30)
         shape = nesterov.shape[1:]
@@ -86,7 +94,7 @@ class OneBitMuon(Rival):
         own += sent
         mean += sent.mean(0)
         found = orthogonal(mean)
-        if self.way.endswith("up"):
+        if self.way != "ef21":
             return found
         update = self.update[part].view(shape)
         update += self._signs(found - update)
