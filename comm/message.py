@@ -182,7 +182,9 @@ def describe_note(note: int) -> str:
     return " and ".join(names) or "a message arrived damaged"
 
 
-def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damaged") -> str:
+def describe_mismatch(
+    arrived: Tensor, otherwise: str = "a message arrived damaged", out_of_step: str = OUT_OF_STEP
+) -> str:
     """Name the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device.
 
     ``arrived``: int32 [W, 8], the headers of all ranks.
@@ -194,6 +196,6 @@ def describe_mismatch(arrived: Tensor, otherwise: str = "a message arrived damag
             rank = int(differing[0])
             if word is Word.STEP:
                 first, other = (int(words[r, word]) % 2**32 for r in (0, rank))
-                return f"{first} steps on rank 0, {other} on rank {rank} ({OUT_OF_STEP})"
+                return f"{first} steps on rank 0, {other} on rank {rank} ({out_of_step})"
             return f"{name}: {int(words[0, word])} on rank 0, {int(words[rank, word])} on rank {rank}"
     return otherwise

@@ -15,6 +15,8 @@ has no gradient, a bfloat16 scale for each block, levels; each part but the last
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,8 +35,14 @@ from .transport import Transport
 
 BLOCK_SIZES = {8: 256, 4: 256, 1: 1024}
 """Elements that share a scale, by bits: scales are 0.8 %, 1.6 % and 1.6 % of a message."""
+REFUSED = sum(Flag) & ~int(Flag.NONFINITE)
+"""Flags of an exchange for which all ranks raise: all but that of a gradient that is not finite."""
 FEEDBACK = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 """What is left may be kept in."""
+
+
+OUT_OF_PASS = "a rank has run more backward passes than another, or one that ended in an error"
+"""How the numbers of exchanges come to differ."""
 
 
 class Format(NamedTuple):
@@ -52,6 +60,13 @@ class Format(NamedTuple):
     def block_size(self) -> int:
         """Return how many elements share a scale."""
         return BLOCK_SIZES[self.bits]
+
+    def kept_bytes(self, numel: int) -> int:
+        """Return the bytes of what is left of so many elements."""
+        if self.feedback is None:
+            return 0
+        size = FEEDBACK[self.feedback].itemsize
+        return numel * size + (numel // self.block_size if size == 1 else 0)
 
     def room(self, numel: int, device: torch.device) -> Stored | None:
         """Return room for what is left of so many elements, zeros; None without feedback."""
@@ -86,23 +101,30 @@ class LevelMessages:
         layout: Of all that travels; a message has a chunk of it.
         bits: Of a level.
         device: Where they lie.
+        nbytes: Of a message at least; what is more stays zero.
 
     Attributes:
         buffer: uint8 [count, bytes].
         levels: Its parts, as ops take them.
     """
 
-    def __init__(self, count: int, layout: FlatLayout, bits: int, device: torch.device) -> None:
+    def __init__(self, count: int, layout: FlatLayout, bits: int, device: torch.device, nbytes: int = 0) -> None:
         blocks, absent = layout.blocks_per_chunk, -(-len(layout.sizes) // 8)
         head = HEADER_BYTES + aligned(absent)
         front = head + aligned(2 * blocks)
-        self.buffer = torch.zeros(count, front + layout.chunk_bytes * bits, dtype=torch.uint8, device=device)
+        end = front + layout.chunk_bytes * bits
+        self.buffer = torch.zeros(count, max(end, nbytes), dtype=torch.uint8, device=device)
         words = self.buffer[:, :HEADER_BYTES].view(torch.int32)
         scales = self.buffer[:, head:front].view(torch.int16)[:, :blocks]
         absent_bits = self.buffer[:, HEADER_BYTES : HEADER_BYTES + absent]
-        self.levels = Levels(self.buffer[:, front:], scales, words, absent_bits)
+        self.levels = Levels(self.buffer[:, front:end], scales, words, absent_bits)
         words[:, Word.MAGIC] = MAGIC
         words[:, Word.LAYOUT] = layout_word(layout, bits, self.buffer.shape[1])
+
+    @staticmethod
+    def size(layout: FlatLayout, bits: int) -> int:
+        """Return the bytes of one message."""
+        return LevelMessages(0, layout, bits, torch.device("cpu")).buffer.shape[1]
 
 
 class Exchange:
@@ -113,23 +135,30 @@ class Exchange:
         transport: Over which.
         form: How.
         device: Where all lies.
+        nbytes: Of a message at least.
 
     Attributes:
+        salt: With which levels are drawn, besides the number of the step and the rank.
         worker: What is left here; None without feedback.
         flags: int32 [1], of the last exchange, equal on all ranks.
         sent, arrived: Messages to and from each rank.
         digest: int64 [1], of what arrived last.
     """
 
-    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
+    salt = 0
+
+    def __init__(
+        self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device, nbytes: int = 0
+    ) -> None:
         self.layout, self.transport, self.form, self.device = layout, transport, form, device
         self._tables = tables_of(layout, device)  # kept: launches of others share it meanwhile
         self.places = Places.of(layout, self._tables.tensor, live_table(layout).to(device))
         self.worker = form.room(layout.numel, device)
         self.flags, self._found, self._ticket = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(3))
         self.digest = torch.zeros(1, dtype=torch.int64, device=device)
-        self.sent = LevelMessages(layout.world_size, layout, form.bits, device)
-        self.arrived = LevelMessages(layout.world_size, layout, form.bits, device)
+        self.sent, self.arrived = (
+            LevelMessages(layout.world_size, layout, form.bits, device, nbytes) for _ in ("to each", "from each")
+        )
         self._kept_words = torch.zeros(layout.world_size, len(Word), dtype=torch.int32, device=device)
         self._absent: tuple[int, ...] = ()
 
@@ -151,9 +180,12 @@ class Exchange:
         return Header(step.number, None, False, 0, step.aborted * Flag.ABORT, self._found)
 
     def _seed(self, step: Step, serves: bool = False) -> int:
-        """Return what a worker or a server draws with: no other of any rank, and of no other step, draws alike."""
-        side = 2 * self.transport.rank + serves
-        return (2 * step.number * self.layout.world_size + side) & 0x7FFFFFFF
+        """Return what a worker or a server draws with, not as any other rank, nor in another step or with more salt."""
+        return zlib.crc32(struct.pack("<4q", step.number, self.salt, self.transport.rank, serves)) & 0x7FFFFFFF
+
+    def abort_where(self, flags: Tensor) -> None:
+        """Let this rank abort the next call if flags of another, int32 [1], are such that ranks raise for them."""
+        self._found |= ((flags & REFUSED) != 0) * int(Flag.ABORT)
 
     @property
     def _own_words(self) -> Tensor:
@@ -180,7 +212,7 @@ class Exchange:
         """Say why the flags of the last exchange are what they are; reads from the device."""
         flags, words = int(self.flags), self._kept_words.cpu()
         if flags & Flag.MISMATCH:
-            return f"ranks differ: {describe_mismatch(words)}"
+            return f"ranks differ: {describe_mismatch(words, out_of_step=OUT_OF_PASS)}"
         if flags & Flag.ABORT:
             # Servers tell what any worker has told them.
             aborted = [str(rank) for rank, told in enumerate(words[:, Word.FLAGS].tolist()) if told & Flag.ABORT]
@@ -197,19 +229,21 @@ class QuantisedAllReduce(Exchange):
         average(tensors, Step(number))
 
     Args:
-        layout, transport, form, device: As for a reduce-scatter: the flat index space with a chunk for each rank.
+        layout, transport, form, device, nbytes: As for any exchange: the flat index space with a chunk for each rank.
 
     Attributes:
         server: What is left of the chunk which this rank serves; None without feedback.
         served: The message to all.
     """
 
-    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
-        super().__init__(layout, transport, form, device)
+    def __init__(
+        self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device, nbytes: int = 0
+    ) -> None:
+        super().__init__(layout, transport, form, device, nbytes)
         self.server = form.room(layout.chunk_numel, device)
         rank = transport.rank
         self._chunk = self.places.at(slice(rank * layout.blocks_per_chunk, (rank + 1) * layout.blocks_per_chunk))
-        self.served = LevelMessages(1, layout, form.bits, device)
+        self.served = LevelMessages(1, layout, form.bits, device, nbytes)
         self._agreed = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, tensors: Sequence[Tensor], step: Step) -> None:
@@ -252,11 +286,13 @@ class QuantisedReduceScatter(Exchange):
 
     Args:
         layout: W tensors of one size each, with a chunk for each rank.
-        transport, form, device: As for an all-reduce.
+        transport, form, device, nbytes: As for any exchange.
     """
 
-    def __init__(self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device) -> None:
-        super().__init__(layout, transport, form, device)
+    def __init__(
+        self, layout: FlatLayout, transport: Transport, form: Format, device: torch.device, nbytes: int = 0
+    ) -> None:
+        super().__init__(layout, transport, form, device, nbytes)
         self._own_layout = FlatLayout(layout.sizes[:1], 1, layout.block_size)
         self._own_tables = tables_of(self._own_layout, device)
         self._own = Places.of(self._own_layout, self._own_tables.tensor, live_table(self._own_layout).to(device))

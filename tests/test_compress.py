@@ -33,6 +33,7 @@ import fusedonebit
 from fusedonebit import CollectiveError, DisagreementError, OneBitAdam, ddp
 from fusedonebit.comm import Format
 from fusedonebit.comm.quantised import LevelMessages
+from fusedonebit.integrations.fsdp_groups import Rows
 from fusedonebit.triton_kernels import FlatLayout
 
 EXACT = 3e-7
@@ -264,15 +265,18 @@ def test_checkpoints_that_do_not_fit_say_so(tmp_path):
 # ---------------------------------------------------------------- bad input
 
 OPTIONS: dict[str, dict[str, Any]] = {"bits": {"bits": 2}, "true": {"bits": True}, "feedback": {"feedback": "fp16"}}
-OPTIONS |= {"one bit": {"bits": 1, "feedback": None}, "scaler": {"scaler": 3}}
+OPTIONS |= {"one bit": {"bits": 1, "feedback": None}, "scaler": {"scaler": 3}, "float": {"bits": 4.0}}
 MISTAKES = {
     "bits": "ValueError: bits must be one of (8, 4, 1), got 2",
     "true": "ValueError: bits must be one of (8, 4, 1), got True",
+    "float": "ValueError: bits must be one of (8, 4, 1), got 4.0",
     "feedback": "ValueError: feedback must be one of ('fp32', 'bf16', '8bit', None), got 'fp16'",
     "one bit": "ValueError: feedback must be 'fp32', 'bf16' or '8bit' at one bit",
     "scaler": "TypeError: scaler must be a torch.amp.GradScaler, got int",
     "bare": "TypeError: model must be in DistributedDataParallel or fully_shard()ed, got Net",
     "twice": "RuntimeError: compress() is attached to this model already: first call detach()",
+    "python": "RuntimeError: torch._dynamo.config.optimize_ddp must not be 'python_reducer'",
+    "trained": "DisagreementError: ranks differ: the shape of module.first.weight that is trained is (40, 12) on",
     "differs": "DisagreementError: ranks differ: bits of compress() is 4 on rank 0 but 8 on rank 1",
     "in a list": "ValueError: each parameter must be in one optimizer, but first.weight is in SGD too",
     "none of ours": "TypeError: optimizer must be one of fusedonebit's, or a list with one, got SGD, AdamW",
@@ -286,7 +290,9 @@ MISTAKES = {
 def mistaken(rank: int, world_size: int, what: str) -> str:
     options = {"bits": 4} | OPTIONS.get(what, {})
     net = Net()
-    model: Any = net if what == "bare" else DistributedDataParallel(net)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer" if what == "python" else True):
+        model: Any = net if what == "bare" else DistributedDataParallel(net)
+    net.first.weight.requires_grad_(what != "trained" or rank == 0)
     matrices, rest = ([p for p in net.parameters() if (p.dim() == 2) == want] for want in (True, False))
     lists: dict[str, Any] = {
         "in a list": lambda: [OneBitAdam(matrices), SGD([*rest, matrices[0]], 0.1)],
@@ -401,9 +407,13 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path):
 
 
 def test_bytes_of_a_parameter_are_counted():
-    """340M parameters in DDP's default buckets on 8 ranks, as an all-reduce of float32 is 8."""
+    """340M parameters on 8 ranks, as an all-reduce of float32 is 8: in DDP's default buckets; by FSDP2's layers.
+
+    FSDP2 sends each gradient once, and rounds each parameter's part up to whole rows.
+    """
     layer = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)] + [(4096,)] + [(1024,)] * 9
-    shapes = [(30522, 1024), (512, 1024), (2, 1024)] + layer * 24 + [(1024, 1024), (1024,)]
+    outside = [(30522, 1024), (512, 1024), (2, 1024), (1024, 1024), (1024,)]
+    shapes = outside[:3] + layer * 24 + outside[3:]
     numels = [torch.Size(shape).numel() for shape in shapes]
     buckets, room = [[]], 1 << 20  # type: list[list[int]], int
     for numel in reversed(numels):
@@ -415,8 +425,9 @@ def test_bytes_of_a_parameter_are_counted():
         block = Format(bits, None).block_size
         layouts = [FlatLayout(tuple(bucket), 8, block) for bucket in buckets if bucket]
         # Each rank sends all but its own chunk, twice, and that counts as all of it.
-        sent = sum(16 * LevelMessages(0, of, bits, torch.device("cpu")).buffer.shape[1] for of in layouts) / sum(numels)
-        print(
-            f"{bits} bits: {sent:.4f} bytes a parameter and step, at most {most}; FSDP2's half of that {sent / 2:.4f}"
-        )
+        sent = sum(16 * LevelMessages.size(of, bits) for of in layouts) / sum(numels)
+        scattered = [Rows(group, 8).layout(block) for group in (*[layer] * 24, outside)]
+        once = sum(8 * LevelMessages.size(of, bits) for of in scattered) / sum(numels)
+        print(f"{bits} bits: {sent:.4f} bytes a parameter and step, at most {most}; FSDP2's reduce-scatter {once:.4f}")
         assert sent <= most
+        assert once <= most / 2

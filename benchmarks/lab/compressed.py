@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedonebit.comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, Transport
-from fusedonebit.integrations.fsdp_compression import Rows
+from fusedonebit.integrations.fsdp_groups import Rows
 from fusedonebit.triton_kernels import FlatLayout
 
 from .alike import AlikeTransport

@@ -59,5 +59,5 @@ def warn_of_averages() -> None:
     """Say what to do about gradients that DDP averages before they could be compressed."""
     warn(
         "DistributedDataParallel averages the gradients already, so that compression saves nothing: write "
-        "fusedonebit.ddp.attach(model, optimizer) after making both"
+        "fusedonebit.ddp.attach(model, optimizer) after making both; where compress() averages, detach() it first"
     )

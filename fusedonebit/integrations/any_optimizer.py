@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import Format, agree, make_transport
-from ..core.compression import Feedback, check_form, form_of
+from ..core.compression import Feedback, check_form, form_of, trained
 from ..core.consensus import failure
 from ..core.first_contact import LOGGER
 from .bucket_averages import BucketAverages
@@ -48,9 +48,9 @@ def compress(
         model: In ``DistributedDataParallel``, without ``mixed_precision`` or a communication hook, or
             ``fully_shard``'ed over a mesh of one dimension.
         bits: 8, 4 or 1, of each element; a block of 256, or of 1024 at one bit, has a scale of 16.
-        feedback: In what residuals are kept, by each worker and, a share of W, by each server: "fp32", "bf16", or
-            "8bit". None: nothing is kept, and rounding is stochastic; not at one bit. The default is "bf16" in DDP; in
-            FSDP2, where residuals are of unsharded gradients, it is None, or "bf16" at one bit.
+        feedback: In what residuals are kept, by each rank of all gradients and of the share that it averages: "fp32",
+            "bf16", or "8bit". None: nothing is kept, and rounding is stochastic; not at one bit. The default is "bf16"
+            in DDP; in FSDP2, where residuals are of unsharded gradients, it is None, or "bf16" at one bit.
         scaler: The GradScaler that is used, if one is: residuals are then of unscaled gradients, so that they hold when
             its scale changes.
         replicas: Of FSDP2's shards, the ranks that have the same: these average what they have received, in as many
@@ -65,12 +65,13 @@ def compress(
     """
     model = getattr(model, "_orig_mod", model)  # of what torch.compile has returned, as accelerate prepares models
     error = failure(lambda: _check(model, bits, feedback, scaler, replicas))
-    params = list(model.parameters()) if isinstance(model, nn.Module) else []
-    device = params[0].device if params else torch.device("cpu")
     facts = [("bits of compress()", str(bits)), ("feedback of compress()", str(feedback))]
     facts += [("whether compress() has a scaler", str(scaler is not None))]
     facts += [("whether compress() has replicas", str(replicas is not None))]
-    ranks = make_transport(getattr(model, "process_group", None), device)
+    if isinstance(model, DistributedDataParallel):
+        facts += trained((name, p.shape) for name, p in model.named_parameters() if p.requires_grad)
+    group, device = _ranks(model)
+    ranks = make_transport(group, device)
     agree(ranks, facts, device, error, "call compress() alike on every rank")
     made: DdpCompression | FsdpCompression
     if isinstance(model, DistributedDataParallel):
@@ -78,10 +79,20 @@ def compress(
     else:
         from .fsdp_compression import FsdpCompression
 
-        made = FsdpCompression(model, replicas, form_of(bits, feedback, sharded=True), scaler)
+        made = FsdpCompression(model, ranks, replicas, form_of(bits, feedback, sharded=True), scaler)
     if ranks.rank == 0:
         LOGGER.info("%r", made)
     return made
+
+
+def _ranks(model: Any) -> tuple[dist.ProcessGroup | None, torch.device]:
+    """Return the ranks that have a part of a model, None if all have or it has no such, and where gradients are."""
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group, next(model.parameters()).device
+    from .fsdp_groups import groups_of, ranks_of
+
+    groups = groups_of(model) if isinstance(model, nn.Module) and dist.is_initialized() else []
+    return (ranks_of(groups), groups[0].device) if groups else (None, torch.device("cpu"))
 
 
 class DdpCompression(BucketAverages):
@@ -99,14 +110,14 @@ class DdpCompression(BucketAverages):
         Seat.take(model, self)
 
     def detach(self) -> None:
-        """Let DDP average as it does without a hook; what is left is lost. Call it on every rank, between two steps.
-
-        A second call does nothing.
-        """
+        """Let DDP average as it does without a hook."""
         model = self._model()
         if model is not None and (seat := Seat.of(model)) is not None and seat.taken_by is self:
-            Seat.leave(model)
-            self.close()
+            try:
+                self.agree_to_end(self.ranks)
+            finally:
+                Seat.leave(model)
+                self.close()
 
 
 def _check(model: Any, bits: Any, feedback: Any, scaler: Any, replicas: Any) -> None:
@@ -126,6 +137,8 @@ def _check(model: Any, bits: Any, feedback: Any, scaler: Any, replicas: Any) -> 
             raise ValueError(
                 f"{name} must be made with sparse=False, got sparse=True: its gradients have no fixed size"
             )
+    if len(devices := {p.device for p in model.parameters()}) > 1:
+        raise ValueError(f"model must be on one device in each process, got {sorted(map(str, devices))}")
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"parameters must be float32, bfloat16 or float16, got {p.dtype} of {name}")

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import CollectiveError, Format, QuantisedAllReduce, Step, TorchTransport
-from ..comm.quantised import FEEDBACK, owed
+from ..comm.quantised import owed
 from ..core.arrivals import Arrivals, after_backward, take_away
 from ..core.background import Background
 from ..core.compression import Compression, fill, named, pieces, stored_in
 from ..triton_kernels import FlatLayout
-from .seat import Seat
+from .seat import Seat, plain
 
 Done = torch.futures.Future[Tensor]
 
@@ -89,14 +89,15 @@ class BucketAverages(Arrivals, Compression):
         form: Format,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        known = dict(params)
+        known = {plain(name): p for name, p in params}
         trained = [(name, p) for name, p in known.items() if p.requires_grad]
         device = next(iter(known.values()), torch.empty(0)).device
         ranks = Seat.at(model).apart(device)
         super().__init__(form, ranks, device, scaler)
         self._background = Background(device, threaded=isinstance(ranks, TorchTransport))
-        self._names = {id(p): name for name, p in known.items()}
+        self._params, self._names = known, {id(p): name for name, p in known.items()}
         self._sizes = {name: p.numel() for name, p in known.items()}
+        self._places = {name: i for i, name in enumerate(known)}
         self._trained = {name: i for i, (name, _) in enumerate(trained)}
         self._exchanges: dict[tuple[str, ...], QuantisedAllReduce] = {}
         self._left: dict[str, Tensor] = {}  # what moves to the next exchange of a parameter
@@ -190,15 +191,20 @@ class BucketAverages(Arrivals, Compression):
         return self._exchanges[group]
 
     def _unused(self, group: Sequence[str]) -> tuple[int, ...]:
-        """Return the places of those that this rank has not used since gradients were averaged last."""
+        """Return the places of those that this rank has not used since gradients were averaged last, and has none of.
+
+        What was frozen when this was made nobody watches: it counts as used.
+        """
         if not self._finds_unused:
             return ()
-        return tuple(i for i, name in enumerate(group) if self._trained.get(name) not in self._used)
+        unused = self._trained.keys() - {name for name, i in self._trained.items() if i in self._used}
+        return tuple(i for i, name in enumerate(group) if name in unused and self._params[name].grad is None)
 
     def _made(self, group: Sequence[str]) -> QuantisedAllReduce:
-        return QuantisedAllReduce(
-            self._layout(group, self.ranks.world_size, self.form), self.ranks, self.form, self.device
-        )
+        layout = self._layout(group, self.ranks.world_size, self.form)
+        made = QuantisedAllReduce(layout, self.ranks, self.form, self.device)
+        made.salt = self._places[group[0]]
+        return made
 
     def _layout(self, group: Sequence[str], world_size: int, form: Format) -> FlatLayout:
         return FlatLayout(tuple(self._sizes[name] for name in group), world_size, form.block_size)
@@ -212,7 +218,7 @@ class BucketAverages(Arrivals, Compression):
             first = errors[0]
             raise first if isinstance(first, CollectiveError) else CollectiveError(f"a bucket was lost: {first!r}")
         for exchange in [] if this is None else this.exchanges:
-            self.note(exchange)
+            self.note(exchange, [exchange])
 
     # ------------------------------------------------------------ checkpoints
 
@@ -248,7 +254,8 @@ class BucketAverages(Arrivals, Compression):
             fill({"worker": each.worker, "server": each.server}, state, str(number))
         pieces(self._left, ((name, state[name]) for name in about["left"]))
 
-    def add(self, about: Mapping[str, Any], rank: int, state: Mapping[str, Tensor], share: float) -> None:
+    def add(self, about: Mapping[str, Any], rank: int, state: Mapping[str, Tensor]) -> None:
+        share = self.ranks.world_size / about["world_size"]
         for number, group in enumerate(about["groups"]):
             layout = self._layout(group, about["world_size"], Format(*about["form"]))
             sides = (stored_in(state, f"{number}.{side}") for side in ("worker", "server"))
@@ -260,6 +267,6 @@ class BucketAverages(Arrivals, Compression):
 
     def bytes_kept(self) -> int:
         """Return the bytes of what is left, workers' and servers', of this rank."""
-        size, block = FEEDBACK[self.form.feedback].itemsize if self.form.feedback else 0, self.form.block_size
+        block = self.form.block_size
         numel = sum(math.ceil(self._sizes[name] / block) * block for name in self._trained)
-        return int(numel * size * (1 + 1 / self.ranks.world_size))
+        return int(self.form.kept_bytes(numel) * (1 + 1 / self.ranks.world_size))

@@ -80,6 +80,7 @@ def attach(
         device = torch.device("cuda" if nccl else "cpu")
         transport = make_transport(None, device)
     facts = [("bits and feedback of attach()", f"{bits} {feedback}")]
+    facts += [("whether attach() has a scaler", str(scaler is not None))]
     agree(transport, facts, device, error, "attach the same model on every rank")
     assert frame is not None  # or all have raised
     assert ours is not None

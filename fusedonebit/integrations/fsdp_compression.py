@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,76 +18,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..comm import DisagreementError, Format, QuantisedAllReduce, QuantisedReduceScatter, Step, agree, make_transport
-from ..comm.quantised import FEEDBACK, Exchange, owed
-from ..core.compression import Compression, fill, named, stored_in
+from ..comm import Format, QuantisedAllReduce, QuantisedReduceScatter, Step, Transport, agree, make_transport
+from ..comm.agreement import Fact
+from ..comm.quantised import Exchange, LevelMessages, owed
+from ..core.compression import Compression, fill, named, stored_in, trained
+from ..core.consensus import failure
 from ..triton_kernels import FlatLayout
+from .fsdp_groups import Group, ReplicaMean, Rows, check_group, factor_of, groups_of
 
 KEPT_AS = "_fusedonebit_compression"
 """In the model."""
-
-
-class Rows:
-    """Lies between the parameters of a group and its flat tensor.
-
-    Args:
-        shapes: Of the parameters, unsharded.
-        ranks: How many rows.
-    """
-
-    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int) -> None:
-        self.shapes, self.ranks = [tuple(shape) for shape in shapes], ranks
-        # Of each parameter, how many of its rows a rank has, padding included, and how many elements a row has.
-        self._parts = [(math.ceil(shape[0] / ranks), math.prod(shape[1:])) for shape in self.shapes]
-        self.length = sum(rows * width for rows, width in self._parts)
-
-    def layout(self, block_size: int) -> FlatLayout:
-        """Return that of messages: a tensor for each rank."""
-        return FlatLayout((self.length,) * self.ranks, self.ranks, block_size)
-
-    def split(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters' own of a flat tensor's rows, of each a copy."""
-        flat, found, at = torch.stack(list(rows)), [], 0
-        for shape, (count, width) in zip(self.shapes, self._parts, strict=True):
-            whole = flat[:, at : at + count * width].reshape(self.ranks * count, width)
-            found.append(whole[: shape[0]].reshape(shape))
-            at += count * width
-        return found
-
-    def join(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Undo ``split``: zeros are padding."""
-        parts = []
-        for x, shape, (count, width) in zip(params, self.shapes, self._parts, strict=True):
-            padded = x.new_zeros(self.ranks * count, width)
-            padded[: shape[0]] = x.reshape(shape[0], width)
-            parts.append(padded.view(self.ranks, count * width))
-        return list(torch.cat(parts, 1))
 
 
 class Scatter:
     """What FSDP2 calls for a group of parameters, in place of its reduce-scatter.
 
     Args:
-        compression: Whose; the model keeps it.
-        group: What FSDP2 knows of the parameters.
-        names: Of those that are trained.
+        compression: Whose.
+        group: Of parameters.
+        number: Which of the model's.
 
     Attributes:
+        names: Of the parameters that were trained when this was made.
         rows: Where they lie in FSDP2's flat tensor.
-        sums: The exchanges that send it, by the length of its rows.
-        means: Those over replicas, by the length of what is averaged.
-        factor: What sums are multiplied with.
+        ranks: That have a shard each.
+        sums: The exchanges that send it, by the length of its rows and of those of all that is trained.
+        means: Those over replicas, by the same.
+        factor: What FSDP2 lets sums be multiplied with.
+        halved: Whether that was in float16, which FSDP2 divides before.
     """
 
-    def __init__(self, compression: FsdpCompression, group: Any, names: Sequence[str]) -> None:
-        self._compression, self.names, self.factor = weakref.proxy(compression), list(names), 1.0
-        self.ranks = make_transport(group._reduce_scatter_process_group, compression.device)
-        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        self.rows = Rows([tuple(p._orig_size) for p in trained], self.ranks.world_size)
-        self.sums: dict[int, QuantisedReduceScatter] = {}
-        self.means: dict[int, QuantisedAllReduce] = {}
-        if compression.form.feedback is not None:  # its bytes are known from the start
-            self.sums[self.rows.length] = self._sum(self.rows.length)
+    def __init__(self, compression: FsdpCompression, group: Group, number: int) -> None:
+        self._compression, self.group, self._number = compression, group, number
+        self.factor, self.halved = group.weight, False
+        self.ranks = make_transport(group.process_group, compression.device)
+        self.names, self.rows = group.trained
+        self.sums: dict[tuple[int, int], QuantisedReduceScatter] = {}
+        self.means: dict[tuple[int, int], QuantisedAllReduce] = {}
+        self._summed: list[Exchange] = []  # in this pass, before replicas average
+        self._error: Exception | None = None
+        if self.names and compression.form.feedback is not None:  # its bytes are known from the start
+            self._sum(self.rows.length)
             if compression.replicas is not None:
                 self._mean(self.rows.length)
 
@@ -97,71 +69,86 @@ class Scatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Do it on the current stream; see torch's ``ReduceScatter``."""
-        compression, rows = self._compression, list(input_tensor.view(self.ranks.world_size, -1))
-        length = len(rows[0])
-        if compression.form.feedback is not None and length != self.rows.length:
-            nothing = torch.zeros(self.rows.length, device=compression.device)
-            step = Step(compression.next_number(), aborted=True)
-            self.sums[self.rows.length](torch.empty_like(nothing), [nothing] * len(rows), step, 1.0)
-            self._abort_mean(self.rows.length)
-            raise RuntimeError(
-                f"the gradients of {self.names[0]}'s group are others than at compress(), {length} elements a rank "
-                f"instead of {self.rows.length}, and FSDP2 does not tell which: with feedback call "
-                "model.set_reduce_scatter_unused_params(True) for those that are missing, and compress() again, after "
-                "detach(), where parameters were frozen or unfrozen"
-            )
-        if length not in self.sums:
-            self.sums[length] = self._sum(length)
-        self.factor = factor_of(op, len(rows))
-        try:
-            compression.run(self.sums[length], lambda step: self.sums[length](output_tensor, rows, step, self.factor))
-        except DisagreementError:
-            self._abort_mean(length)
-            raise
+        """Do it on the current stream; see torch's ``ReduceScatter``.
 
-    def _abort_mean(self, length: int) -> None:
-        """Take part in what replicas are in, with nothing, so that they raise as well."""
-        if self._compression.replicas is not None:
-            nothing = torch.zeros(length, device=self._compression.device)
-            self._mean(length)([nothing], Step(self._compression.next_number(), aborted=True))
+        A rank that can't go on takes part all the same, with nothing, and raises where all others do.
+        """
+        compression, rows = self._compression, list(input_tensor.view(self.ranks.world_size, -1))
+        compression.raise_what_was_told(self)
+        self.factor, self.halved = factor_of(op, len(rows)), input_tensor.dtype is torch.float16
+        exchange, self._error = self._exchange(len(rows[0]))
+        if self._error is None:
+            exchange(output_tensor, rows, compression.next_step(), self.factor)
+        else:
+            nothing = torch.zeros(self.rows.length, device=compression.device)
+            aborted = compression.next_step()._replace(aborted=True)
+            exchange(torch.empty_like(nothing), [nothing] * len(rows), aborted, 1.0)
+            output_tensor.fill_(math.nan)
+        self._summed = [exchange]
+        if compression.replicas is None:
+            compression.note(self, self._summed, self._error)
 
     def average(self, shard: Tensor) -> None:
         """Average what this rank has received over the replicas, in place."""
+        compression = self._compression
         if shard.is_cuda:  # of the reduce-scatter's stream, whose memory FSDP2 may use again meanwhile
             shard.record_stream(torch.cuda.current_stream(shard.device))
-        mean = self._mean(shard.numel())
-        self._compression.run(mean, lambda step: mean([shard], step))
+        if self.ranks.world_size == 1:  # FSDP2 then scatters nothing
+            compression.raise_what_was_told(self)
+        if self._error is not None:  # of another length than the replicas'
+            shard = torch.zeros(self.rows.length, device=compression.device)
+        mean, summed = self._mean(shard.numel()), self._summed
+        for exchange in summed:
+            mean.abort_where(exchange.flags)
+        mean([shard], compression.next_step())
+        compression.note(self, [*summed, mean], self._error)
+
+    def _exchange(self, length: int) -> tuple[QuantisedReduceScatter, Exception | None]:
+        """Return what sends rows of a length; and why this rank can't."""
+        known = self.rows.length
+        if self._compression.form.feedback is None or length == known:
+            return self._sum(length), None
+        first = (self.names or self.group.trained.names)[0]
+        error = RuntimeError(
+            f"the gradients of {first}'s group are others than at compress(), {length} elements a rank instead of "
+            f"{known}, and FSDP2 does not tell which: with feedback call model.set_reduce_scatter_unused_params(True) "
+            "for those that are missing, and compress() again, after detach(), where parameters were frozen or unfrozen"
+        )
+        if not known:
+            raise error  # on all ranks: nothing of the group was trained anywhere
+        return self._sum(known), error
+
+    def _longest(self) -> int:
+        """Return the length of messages: that of all that is trained, so that ranks that lack gradients can say so."""
+        return (self if self._compression.form.feedback is not None else self.group.trained).rows.length
 
     def _sum(self, length: int) -> QuantisedReduceScatter:
-        form, ranks = self._compression.form, self.ranks.world_size
-        layout = FlatLayout((length,) * ranks, ranks, form.block_size)
-        made = QuantisedReduceScatter(layout, self.ranks, form, self._compression.device)
-        self._compression.lend(made)
-        return made
+        key = length, self._longest()
+        if key not in self.sums:
+            form, count = self._compression.form, self.ranks.world_size
+            layout, whole = (FlatLayout((n,) * count, count, form.block_size) for n in key)
+            nbytes = LevelMessages.size(whole, form.bits)
+            made = QuantisedReduceScatter(layout, self.ranks, form, self._compression.device, nbytes)
+            self.sums[key] = self._compression.prepared(made, self._number)
+        return self.sums[key]
 
     def _mean(self, length: int) -> QuantisedAllReduce:
-        if length in self.means:
-            return self.means[length]
-        form, replicas = self._compression.form, self._compression.replicas
-        assert replicas is not None  # or FSDP2 has no hook
-        layout = FlatLayout((length,), replicas.world_size, form.block_size)
-        self.means[length] = made = QuantisedAllReduce(layout, replicas, form, self._compression.device)
-        self._compression.lend(made)
-        return made
+        key = length, self._longest()
+        if key not in self.means:
+            form, replicas = self._compression.form, self._compression.replicas
+            assert replicas is not None  # or FSDP2 has no hook
+            layout, whole = (FlatLayout((n,), replicas.world_size, form.block_size) for n in key)
+            nbytes = LevelMessages.size(whole, form.bits)
+            made = QuantisedAllReduce(layout, replicas, form, self._compression.device, nbytes)
+            self.means[key] = self._compression.prepared(made, self._number)
+        return self.means[key]
 
-
-def factor_of(op: Any, ranks: int) -> float:
-    """Return what a sum is multiplied with; ValueError for what is no sum."""
-    plain = isinstance(op, dist.ReduceOp.RedOpType)
-    kind, factor = (op, None) if plain else op.__getstate__()
-    if kind == dist.ReduceOp.AVG:
-        return 1.0 / ranks
-    if kind == dist.ReduceOp.SUM:
-        return 1.0
-    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
-        return factor
-    raise ValueError(f"the reduce-scatter's op must be AVG, SUM or PREMUL_SUM by a number, got {op}")
+    @property
+    def left(self) -> dict[str, Any]:
+        """Return what is left by the worker of the group, and by worker and server of its replicas' mean."""
+        worker = next((each.worker for each in self.sums.values()), None)
+        mean = next(iter(self.means.values()), None)
+        return {"worker": worker} | ({} if mean is None else {"mean": mean.worker, "server": mean.server})
 
 
 class FsdpCompression(Compression):
@@ -171,45 +158,56 @@ class FsdpCompression(Compression):
 
     Args:
         model: The root, sharded.
+        ranks: All that have a part of the model.
         replicas: The ranks that have the same shards; None: there are none.
         form: How gradients travel.
         scaler: As of ``compress``.
+
+    Raises:
+        DisagreementError: on all ranks, before anything is changed, if ranks that have shards train other parameters,
+            or replicas have other shards.
     """
 
-    name = "compress()"
+    sharded = True
+    hint = (
+        "Every rank must run as many backward passes, of the same model; where some lack gradients, call "
+        "model.set_reduce_scatter_unused_params(True)"
+    )
 
     def __init__(
         self,
         model: nn.Module,
+        ranks: Transport,
         replicas: dist.ProcessGroup | None,
         form: Format,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        device = groups_of(model)[0][1].device  # where gradients are; parameters may be offloaded
-        super().__init__(form, make_transport(None, device), device, scaler)
+        groups = groups_of(model)
+        device = groups[0].device  # where gradients are; parameters may be offloaded
+        super().__init__(form, ranks, device, scaler)
         alone = replicas is None or dist.get_world_size(replicas) == 1
         self.replicas = None if alone else make_transport(replicas, device)
-        self.scatters: list[Scatter] = []
-        self._lenders: dict[tuple[type[Exchange], FlatLayout], Exchange] = {}
-        self._before: list[tuple[Any, Any]] = []
-        prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._replicas, self._model = None if alone else replicas, weakref.ref(model)
+        self._agree(groups)
+        self._lenders: dict[tuple[type[Exchange], FlatLayout, int], Exchange] = {}
+        self.scatters = [Scatter(self, group, number) for number, group in enumerate(groups)]
         stream = torch.cuda.Stream(device) if self.replicas is not None and device.type == "cuda" else None
-        for module, group in groups_of(model):
-            # Not ``named_parameters()``: after a forward pass the root's are other objects.
-            places: list[Any] = [vars(p)["_module_info"] for p in group.fsdp_params if p.sharded_param.requires_grad]
-            names = [f"{prefixes[each.module]}{each.param_name}" for each in places]
-            if not names:
-                continue
-            scatter = Scatter(self, group, names)
-            self.scatters.append(scatter)
-            self._before.append((weakref.ref(group), group._reduce_scatter_comm))
-            module.set_custom_reduce_scatter(scatter)
-            if self.replicas is not None:
-                module.set_all_reduce_hook(scatter.average, stream=stream)
-        if self.replicas is not None and self.scatters:
-            facts = [("the shard of ranks that are replicas", str(self.scatters[0].ranks.rank))]
-            agree(self.replicas, facts, device, None, "replicas= are the ranks that have the same shard")
-        vars(model)[KEPT_AS], self._model = self, weakref.ref(model)
+        for scatter in self.scatters:
+            scatter.group.give(scatter, None if alone else scatter.average, stream)
+        vars(model)[KEPT_AS] = self
+
+    def _agree(self, groups: Sequence[Group]) -> None:
+        """Raise on all ranks unless those that have shards train alike, and replicas have the same shards."""
+        facts: dict[dist.ProcessGroup, list[Fact]] = {}
+        for group in groups:
+            names, rows = group.trained
+            facts.setdefault(group.process_group, []).extend(trained(zip(names, rows.shapes, strict=True)))
+        between = [(make_transport(of, self.device), own, "train alike on every rank") for of, own in facts.items()]
+        if self.replicas is not None:
+            own = [("the shard of ranks that are replicas", str(groups[0].process_group.rank()))]
+            between.append((self.replicas, own, "replicas= are the ranks that have the same shard"))
+        errors = [failure(partial(agree, ranks, own, self.device, None, hint)) for ranks, own, hint in between]
+        agree(self.ranks, [], self.device, next((error for error in errors if error is not None), None))
 
     @staticmethod
     def of(model: nn.Module) -> FsdpCompression | None:
@@ -217,31 +215,33 @@ class FsdpCompression(Compression):
         found: FsdpCompression | None = vars(model).get(KEPT_AS)
         return found
 
-    def lend(self, exchange: Exchange) -> None:
-        """Give an exchange the messages of the first of its layout: a group's is over before the next."""
-        first = self._lenders.setdefault((type(exchange), exchange.layout), exchange)
+    def prepared(self, exchange: Any, number: int) -> Any:
+        """Return an exchange of a group, with the messages of the first of its kind: a group's is over before the next.
+
+        It draws as no other does, of any group or replica.
+        """
+        first = self._lenders.setdefault((type(exchange), exchange.layout, exchange.sent.buffer.shape[1]), exchange)
         if first is not exchange:
             exchange.borrow(first)
+        replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.world_size)
+        exchange.salt = number * replicas + replica
+        return exchange
 
-    def run(self, exchange: Any, call: Any) -> None:
-        """Make an exchange of what is next in a backward pass."""
-        self.raise_what_was_told(exchange)
-        call(Step(self.next_number(), unit=self.unit))
-        self.note(exchange)
-
-    def next_number(self) -> int:
+    def next_step(self) -> Step:
         """Count exchanges, as all ranks do."""
         self.number = (self.number + 1) & 0x7FFFFFFF
-        return self.number
+        return Step(self.number, unit=self.unit)
 
     def detach(self) -> None:
-        """Let FSDP2 send gradients as ever; what is left is lost. Call it on every rank, between two steps."""
-        for group, before in self._before:
-            if (found := group()) is not None:
-                found._reduce_scatter_comm, found._all_reduce_hook = before, None
-                found._all_reduce_hook_stream = None
-        self._before, self.scatters = [], []
-        if (model := self._model()) is not None:
+        """Let FSDP2 send gradients as ever; replicas of shards are averaged exactly from then on."""
+        scatters, self.scatters = self.scatters, []
+        if (model := self._model()) is None or not scatters:
+            return
+        try:
+            self.agree_to_end(scatters[0].ranks)
+        finally:
+            for scatter in scatters:
+                scatter.group.leave(self._replicas)
             vars(model).pop(KEPT_AS, None)
 
     # ------------------------------------------------------------ checkpoints
@@ -253,94 +253,95 @@ class FsdpCompression(Compression):
         return {name: torch.tensor(place) for name, place in places.items()}
 
     def facts(self) -> dict[str, Any]:
+        groups = [
+            {"names": each.names, "shapes": each.rows.shapes, "factor": each.factor, "weight": each.group.weight}
+            | {"halved": each.halved}
+            for each in self.scatters
+        ]
         shards = self.scatters[0].ranks.world_size if self.scatters else 1
-        groups = [[each.names, each.rows.shapes, each.factor] for each in self.scatters]
-        return {
-            "groups": groups,
-            "shards": shards,
-            "replicas": 0 if self.replicas is None else self.replicas.world_size,
-        }
+        return {"groups": groups, "shards": shards, "replicas": self._replica_count}
+
+    @property
+    def _replica_count(self) -> int:
+        return 0 if self.replicas is None else self.replicas.world_size
+
+    def _cut_alike(self, about: Mapping[str, Any]) -> bool:
+        """Return whether a state was saved by as many shards and replicas."""
+        own = self.facts()
+        return all(about[key] == own[key] for key in ("world_size", "shards", "replicas"))
 
     def tensors(self) -> dict[str, Tensor]:
         found = self._places()
         for number, scatter in enumerate(self.scatters):
-            found |= named(str(number), _sides(scatter))
+            found |= named(str(number), scatter.left)
         return found
 
     def room_for(self, about: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-        given = [names for names, *_ in about["groups"]]
+        given = [group["names"] for group in about["groups"]]
         if given != [each.names for each in self.scatters]:
             raise ValueError(
                 f"compression of another model, or one that is sharded by other modules: it has {len(given)} groups, "
                 f"this model {len(self.scatters)}, or others' parameters are in them"
             )
+        if any(group["halved"] for group in about["groups"]) and not self._cut_alike(about):
+            raise ValueError(
+                "residuals of gradients that were reduced in float16 must be loaded on as many ranks as have saved "
+                f"them, {about['shards']} shards with {about['replicas']} replicas: FSDP2 divides such gradients by "
+                "another number elsewhere; leave compression= out to drop them"
+            )
         form, found = Format(*about["form"]), self._places()
-        for number, (_, shapes, _) in enumerate(about["groups"]):
-            for side, size in _sizes(about, shapes).items():
+        for number, group in enumerate(about["groups"]):
+            for side, size in _sizes(about, group).items():
                 found |= named(str(number), {side: form.room(size, self.device)})
         return found
 
     def take(self, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        if [about["shards"], about["replicas"]] != [self.facts()["shards"], self.facts()["replicas"]]:
-            self.add(about, self.ranks.rank, state, 1.0)
+        if not self._cut_alike(about):
+            self.add(about, self.ranks.rank, state)
             return
-        for number, ((*_, factor), scatter) in enumerate(zip(about["groups"], self.scatters, strict=True)):
-            scatter.factor = factor
-            fill(_sides(scatter), state, str(number))
+        for number, (group, scatter) in enumerate(zip(about["groups"], self.scatters, strict=True)):
+            scatter.factor = group["factor"]
+            fill(scatter.left, state, str(number))
 
-    def add(self, about: Mapping[str, Any], rank: int, state: Mapping[str, Tensor], share: float) -> None:
+    def add(self, about: Mapping[str, Any], rank: int, state: Mapping[str, Tensor]) -> None:
         shard, replica = int(state["shard"]), int(state["replica"])
-        for number, ((_, shapes, factor), scatter) in enumerate(zip(about["groups"], self.scatters, strict=True)):
-            then, scatter.factor = Rows(shapes, about["shards"]), factor
+        for number, (group, scatter) in enumerate(zip(about["groups"], self.scatters, strict=True)):
+            then, block = Rows(group["shapes"], about["shards"]), Format(*about["form"]).block_size
             sides = {side: stored_in(state, f"{number}.{side}") for side in ("worker", "mean", "server")}
-            block = Format(*about["form"]).block_size
             rows = owed(then.layout(block), 0, sides["worker"], None)
             if not rows:
                 continue
             if about["replicas"]:  # what a mean over replicas lacks, this worker lacks of its own row
                 layout = FlatLayout((then.length,), about["replicas"], block)
-                rows[shard] += owed(layout, replica, sides["mean"], sides["server"])[0] / factor
+                rows[shard] += owed(layout, replica, sides["mean"], sides["server"])[0] / group["factor"]
+            weights = (group["weight"], about["replicas"]), (scatter.group.weight, self._replica_count)
+            was, now = (weight / max(1, count) for weight, count in weights)
             for exchange in scatter.sums.values():
-                exchange.owe([row * share for row in scatter.rows.join(then.split(rows))])
+                exchange.owe([row * (was / now) for row in scatter.rows.join(then.split(rows))])
 
     def forget(self) -> None:
         for scatter in self.scatters:
-            for of in _sides(scatter).values():
+            for of in scatter.left.values():
                 for x in of or ():
                     if x is not None:
                         x.zero_()
 
     def bytes_kept(self) -> int:
         """Return the bytes of what is left on this rank."""
-        if self.form.feedback is None:
-            return 0
-        each = FEEDBACK[self.form.feedback].itemsize
-        numel = sum(s.numbers.numel() for scatter in self.scatters for s in _sides(scatter).values() if s)
-        return int(numel * each)
+        kept = (side for scatter in self.scatters for side in scatter.left.values() if side is not None)
+        return sum(self.form.kept_bytes(side.numbers.numel()) for side in kept)
 
 
-def _sides(scatter: Scatter) -> dict[str, Any]:
-    """Return what is left by the worker of a group, and by worker and server of its replicas' mean."""
-    worker = next((each.worker for each in scatter.sums.values()), None)
-    mean = next(iter(scatter.means.values()), None)
-    return {"worker": worker} | ({} if mean is None else {"mean": mean.worker, "server": mean.server})
-
-
-def _sizes(about: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Return the elements of ``_sides``, of a state that was saved."""
-    rows, block = Rows(shapes, about["shards"]), Format(*about["form"]).block_size
+def _sizes(about: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, int]:
+    """Return the elements of ``Scatter.left``, of a state that was saved."""
+    rows, block = Rows(group["shapes"], about["shards"]), Format(*about["form"]).block_size
+    if not rows.length:
+        return {}
     sizes = {"worker": rows.layout(block).numel}
     if about["replicas"]:
         mean = FlatLayout((rows.length,), about["replicas"], block)
         sizes |= {"mean": mean.numel, "server": mean.chunk_numel}
     return sizes
-
-
-def groups_of(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the modules of a model that are sharded, with what FSDP2 knows of the parameters of each."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    states = [(module, module._get_fsdp_state()._fsdp_param_group) for module in modules]
-    return [(module, group) for module, group in states if group is not None]
 
 
 def check_sharded(model: Any, replicas: Any, form: Format) -> None:
@@ -353,25 +354,18 @@ def check_sharded(model: Any, replicas: Any, form: Format) -> None:
             f"model must be in DistributedDataParallel or fully_shard()ed, got {type(model).__name__}; compress first, "
             "compile then"
         )
-    for _, group in found:
-        if group._all_reduce_hook is not None or isinstance(group._reduce_scatter_comm, Scatter):
+    for group in found:
+        hook = group.of._all_reduce_hook
+        if isinstance(group.of._reduce_scatter_comm, Scatter) or not isinstance(hook, ReplicaMean | None):
             raise RuntimeError("model is compressed already, or has an all-reduce hook: call detach() of that first")
-        if group.mesh_info.replicate_mesh_dim is not None:
-            raise ValueError(
-                "model must be sharded over a mesh of one dimension, got one of two: torch all-reduces over replicas "
-                "before anybody could compress that; call fully_shard(mesh=mesh['shard']), and "
-                "compress(model, replicas=mesh['replicate'].get_group())"
-            )
-        if form.feedback is not None and any(p.fsdp_placement.dim for p in group.fsdp_params):
-            raise ValueError(
-                "feedback must be None where parameters are sharded along another dimension than the first, "
-                f"got {form.feedback} at {form.bits} bits"
-            )
+        if hook is not None and replicas is None:
+            raise ValueError("replicas must be given as before detach(), got None: the model's shards have replicas")
+        check_group(group, form.feedback)
     if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
         raise TypeError(f"replicas must be a torch.distributed group, got {type(replicas).__name__}")
     if replicas is None:
         return
-    shards = {*dist.get_process_group_ranks(found[0][1].mesh_info.shard_process_group)}
+    shards = {*dist.get_process_group_ranks(found[0].process_group)}
     if len(both := shards & {*dist.get_process_group_ranks(replicas)}) != 1:
         raise ValueError(
             f"replicas must be ranks that have the same shard as this one, got a group with {sorted(both)}, which have "

@@ -65,7 +65,7 @@ def compress_once(model: Any, bits: int, feedback: Feedback, scaler: torch.amp.G
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     made = compressed(getattr(model, "_orig_mod", model))
-    if made is not None and made.form.bits == bits:
+    if made is not None and made.is_like(bits, feedback, scaler):
         return made
     return compress(model, bits, feedback=feedback, scaler=scaler)
 

@@ -23,6 +23,17 @@ JOIN = (
 )
 
 
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into names."""
+
+
+def plain(name: str) -> str:
+    """Return the name of a parameter without those of wrappers around its modules."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 class Averager(Protocol):
     """Decides what becomes of DDP's buckets."""
 
@@ -141,6 +152,11 @@ def check_free(model: object) -> None:
         raise RuntimeError(
             "parameters must have no optimizers that step in the backward pass, as torch's "
             "_apply_optimizer_in_backward makes them: leave that out"
+        )
+    if model._use_python_reducer:
+        raise RuntimeError(
+            "torch._dynamo.config.optimize_ddp must not be 'python_reducer': DDP's hook then gets no buckets; leave it "
+            "out before DistributedDataParallel is made"
         )
     if model._join_config.enable:
         raise RuntimeError(JOIN)
