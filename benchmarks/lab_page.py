@@ -38,6 +38,10 @@ COMPRESSED += ("compress-8-fsdp", "compress-4-fsdp", "compress-8-fsdp-8bit", "co
 """AdamW at its rates, on gradients that ``compress`` averages; for SGD and Muon names begin with theirs."""
 
 
+MUONS = tuple(name for name in CONTENDERS if name.startswith("onebit-muon-"))
+"""A bit each way around Muon, at Muon's rates."""
+OF_MATRICES = ("causal", "masked", "vgg", "resnet", "mlp", "lstm")
+"""Tasks of matrices, on which those are trained, and SGD and Muon on compressed gradients."""
 BF16 = "bf16"
 COMPRESSED_BY = {
     f"{workers} workers{'' if alike else ', their data apart'}": View(workers, parents=True, alike=alike)
@@ -131,10 +135,21 @@ def page_tables(records: Records) -> str:
     return "\n".join(parts)
 
 
+def muon_tables(records: Records) -> str:
+    """Return how much worse Muon is with a bit each way, by where that lies around Newton-Schulz."""
+    made = [v for v in views(records) if v.parents and any(v.runs(records, t, n) for t in OF_MATRICES for n in MUONS)]
+    every = [(v, rows(records, v, ["muon", *MUONS], OF_MATRICES)) for v in made]
+    return "\n".join(f"{v.title.capitalize()}:\n\n{markdown(_renamed(table))}" for v, table in every)
+
+
+def _renamed(table: list[list[str]]) -> list[list[str]]:
+    return [[cell.removeprefix("onebit-muon-") for cell in table[0]], *table[1:]]
+
+
 def ablations(records: Records) -> str:
     """Return, at their parents' rates, what a frozen variance does alone; and single parts of ours, a row for each."""
     recorded = {key.optimizer for key in records.found}
-    shown = {*HEADLINE, *LIVING, *VOTES, FROZEN}
+    shown = {*HEADLINE, *LIVING, *VOTES, *MUONS, FROZEN}
     others = [name for name in CONTENDERS if name in recorded - shown and "compress-" not in name]
     others = [name for name in others if name not in ("sgd", "muon", BF16)]
     view = View(parents=True)
@@ -153,7 +168,8 @@ def main() -> None:
     write_tables(DOCS / "compress.md", compressed_table(records), "LAB")
     write_tables(TABLES / "lab.md", page_tables(records))
     write_tables(TABLES / "ablations.md", ablations(records))
-    print("wrote the tables of docs/choose.md, docs/compress.md, docs/tables/lab.md and docs/tables/ablations.md")
+    write_tables(TABLES / "muon.md", muon_tables(records))
+    print("wrote the tables of docs/choose.md, docs/compress.md and, in docs/tables/, lab.md, ablations.md and muon.md")
 
 
 if __name__ == "__main__":
