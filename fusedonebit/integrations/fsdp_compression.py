@@ -267,7 +267,7 @@ class FsdpCompression(Compression):
 
     def _cut_alike(self, about: Mapping[str, Any]) -> bool:
         """Return whether a state was saved by as many shards and replicas."""
-        own = self.facts()
+        own = self.facts() | {"world_size": self.ranks.world_size}
         return all(about[key] == own[key] for key in ("world_size", "shards", "replicas"))
 
     def tensors(self) -> dict[str, Tensor]:
