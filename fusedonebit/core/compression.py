@@ -37,6 +37,17 @@ def form_of(bits: int, feedback: Feedback, sharded: bool = False) -> Format:
     return Format(bits, default if feedback == "default" else feedback)
 
 
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into names."""
+
+
+def plain(name: str) -> str:
+    """Return the name of a parameter without those of wrappers around its modules."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def trained(params: Iterable[tuple[str, Sequence[int]]]) -> list[Fact]:
     """Return what ranks that average must have alike: names and shapes of the parameters that are trained."""
     return [(f"the shape of {name} that is trained", str(tuple(shape))) for name, shape in params]

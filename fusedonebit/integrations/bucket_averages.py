@@ -24,9 +24,9 @@ from ..comm import CollectiveError, Format, QuantisedAllReduce, Step, TorchTrans
 from ..comm.quantised import owed
 from ..core.arrivals import Arrivals, after_backward, take_away
 from ..core.background import Background
-from ..core.compression import Compression, fill, named, pieces, stored_in
+from ..core.compression import Compression, fill, named, pieces, plain, stored_in
 from ..triton_kernels import FlatLayout
-from .seat import Seat, plain
+from .seat import Seat
 
 Done = torch.futures.Future[Tensor]
 

@@ -355,8 +355,8 @@ def check_sharded(model: Any, replicas: Any, form: Format) -> None:
             "compile then"
         )
     for group in found:
-        hook = group.of._all_reduce_hook
-        if isinstance(group.of._reduce_scatter_comm, Scatter) or not isinstance(hook, ReplicaMean | None):
+        scatter, hook = group.taken_by
+        if isinstance(scatter, Scatter) or not isinstance(hook, ReplicaMean | None):
             raise RuntimeError("model is compressed already, or has an all-reduce hook: call detach() of that first")
         if hook is not None and replicas is None:
             raise ValueError("replicas must be given as before detach(), got None: the model's shards have replicas")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..comm.transport import in_flight
+from ..core.compression import plain
 from ..triton_kernels import FlatLayout
-from .seat import plain
 
 
 class Rows:
@@ -106,6 +106,11 @@ class Group:
     def weight(self) -> float:
         """Return what each rank's gradient is multiplied with in the sum over ranks."""
         return 1.0 / (self.of.gradient_divide_factor or self.process_group.size())
+
+    @property
+    def taken_by(self) -> tuple[Any, Any]:
+        """Return what reduces, and what averages that over replicas, None if nothing does."""
+        return self.of._reduce_scatter_comm, self.of._all_reduce_hook
 
     def give(self, scatter: Any, mean: Any, stream: torch.cuda.Stream | None) -> None:
         """Let ``scatter`` reduce, and ``mean`` average what that returns, on a stream; None: nothing does."""

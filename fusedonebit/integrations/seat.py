@@ -23,17 +23,6 @@ JOIN = (
 )
 
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names."""
-
-
-def plain(name: str) -> str:
-    """Return the name of a parameter without those of wrappers around its modules."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 class Averager(Protocol):
     """Decides what becomes of DDP's buckets."""
 
