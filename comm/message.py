@@ -187,7 +187,7 @@ def describe_mismatch(
 ) -> str:
     """Name the first checked word in which a rank differs from rank 0, else ``otherwise``; reads from the device.
 
-    ``arrived``: int32 [W, 8], the headers of all ranks.
+    ``arrived``: int32 [W, 8], the headers of all ranks. ``out_of_step``: how numbers of steps come to differ here.
     """
     words = arrived.cpu()
     for word, name in _MEANING.items():

@@ -63,7 +63,7 @@ WRITTEN: dict[str, Callable[[], str]] = {
     "tritons": lambda: tritons.table(json.loads(tritons.RECORD.read_text())),
 }
 """What writes each page's tables from records."""
-ELSEWHERE = ("ablations", "lab", "tuning")
+ELSEWHERE = ("ablations", "lab", "muon", "tuning")
 """Held by the lab's own tests, and by ``test_tuning``, in a process of its own."""
 
 
