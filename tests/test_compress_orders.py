@@ -227,20 +227,33 @@ class Two(nn.Module):
         return self.b(self.a(x), both)
 
 
-def lacking(rank: int, world_size: int, feedback: Any, deferred: bool, replicas: bool = False) -> tuple[str, float]:
-    """What a rank hears, and after how long, where the last one alone lacks a gradient of a group."""
+def lacking(
+    rank: int, world_size: int, feedback: Any, deferred: bool, replicas: bool = False, loads: bool = False
+) -> tuple[str, float]:
+    """What a rank hears, and after how long, where the last one alone lacks a gradient of a group.
+
+    Where it ``loads`` it goes back to the pass before.
+    """
     mesh = grid() if replicas else init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     model = Two()
     for pair in (model.a, model.b):
         fully_shard(pair, mesh=mesh["shard"])
     of = mesh["replicate"].get_group() if replicas else None
-    fusedonebit.compress(model, 8, feedback=feedback, replicas=of)
+    compression = fusedonebit.compress(model, 8, feedback=feedback, replicas=of)
     x = torch.ones(2, 128)
     model(x).sum().backward()
+    saved = compression.state_dict()
+
+    def go_on() -> None:
+        for both in (rank != world_size - 1, True):
+            model(x, both).sum().backward()
+            if loads:
+                compression.load_state_dict(saved)
+
     began = time.monotonic()
     with patch.object(Compression, "note", late if deferred else Compression.note):
-        heard = said(lambda: [model(x, both).sum().backward() for both in (rank != world_size - 1, True)])
+        heard = said(go_on)
     return heard, time.monotonic() - began
 
 
@@ -255,6 +268,12 @@ def test_no_rank_waits_for_one_that_lacks_a_gradient(feedback, ranks, deferred):
     else:
         assert own.startswith("RuntimeError: the gradients of")
         assert all("could not go on, and its own error says why" in text for text, _ in others)
+
+
+@pytest.mark.parametrize("feedback", [None, "fp32"])
+def test_who_goes_back_hears_nothing_of_the_pass_that_failed(feedback):
+    heard = run_ranks(lacking, 2, feedback, True, False, True)
+    assert [text for text, _ in heard] == ["no error"] * 2
 
 
 def not_finite(rank: int, world_size: int, kind: str) -> tuple[bool, float]:
