@@ -14,8 +14,9 @@ from benchmarks.netlab.task import QUICK
 from fusedonebit import OneBitAdam, Wire
 from fusedonebit.comm import SimulatedGroup
 
-METHODS = (*whole.RIVALS, *whole.OURS)
+METHODS = (*whole.RIVALS, *whole.OURS, whole.ANY)
 STEP = {"adamw": 4.0, "bf16": 2.0, "int8": 1.4, "powersgd": 0.45, "onebit-adam": 0.4, "onebit-adam-overlap": 0.3}
+STEP |= {"compress-4": 1.0}
 STEP |= {"zero-one-adam": 0.4, "telling": 0.5, "warm-up": 4.0, "renewal": 1.5, "renewal-overlap": 1.6}
 
 
@@ -28,7 +29,7 @@ def a_record(*rows, **losses):
     """Runs of 400 steps that end at 2.0, or with the ``losses`` by length of a method."""
     runs = {name: losses.get(name.replace("-", "_"), {1.0: 2.0}) for name in equal.TRAINED}
     told = {name: {"lengths": [{"length": x, "loss": loss} for x, loss in by.items()]} for name, by in runs.items()}
-    return {"rates": list(rows), "runs": {"steps": 400, "warmup": 0.05, "methods": told}}
+    return {"rates": list(rows), "loopback": a_row(None), "runs": {"steps": 400, "warmup": 0.05, "methods": told}}
 
 
 # ---------------------------------------------------------------- equal losses
@@ -58,7 +59,8 @@ def test_the_search_tunes_on_one_grid_and_lengthens_slow_methods():
 
     def train(runs):
         asked.extend(runs)
-        worse = {"bf16": 0.0, "int8": 0.0, "powersgd": 0.4, "onebit-adam": 0.05, "zero-one-adam": -0.02}
+        worse = {"bf16": 0.0, "int8": 0.0, "compress-4": 0.0, "powersgd": 0.4, "onebit-adam": 0.05}
+        worse |= {"zero-one-adam": -0.02}
         return [
             {"loss": None if r.lr > 0.003 else 2 + worse[r.method] + abs(r.lr - 2e-3) * 100 - math.log(r.steps / 400)}
             for r in runs
@@ -200,7 +202,8 @@ def test_the_crossing_lies_where_the_gain_is_one():
 def test_goals_are_the_pages_and_overlap_is_taken_at_its_worst():
     rows = a_row(34.6, 0.94), a_row(goals.LITERAL, onebit_adam_overlap=1.5)
     found = {goal.name: goal for goal in goals.goals(a_record(*rows))}
-    assert [goal.wanted for goal in found.values()] == [3.5, 2.5, 1.0, 1.2, 0.97]
+    assert [goal.wanted for goal in found.values()] == [3.5, 2.5, 1.0, 1.2, 1.7, 1.15, 0.97, 0.97]
+    assert found["compress-4-at-papers"].found == found["compress-4-at-worst"].found == pytest.approx(2.0)
     assert found["overlap"].found == pytest.approx(0.4 / 0.45)
     assert not found["overlap"].met
     assert found["bf16-at-papers"].found == pytest.approx(whole.best(a_record(*rows), rows[0], "bf16")[1])

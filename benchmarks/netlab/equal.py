@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from .parts import Parts
 
-TRAINED = ("bf16", "int8", "powersgd", "onebit-adam", "zero-one-adam")
-OURS = ("onebit-adam", "zero-one-adam")
+TRAINED = ("bf16", "int8", "powersgd", "compress-4", "onebit-adam", "zero-one-adam")
+OURS = ("compress-4", "onebit-adam", "zero-one-adam")
 BASE, AT_ITS_OWN = "bf16", "powersgd"
 """Whose final loss all must reach; and who is compared at its own, which ours must reach."""
 LENGTHS = (0.3, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5)

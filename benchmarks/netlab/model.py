@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fusedonebit.apps.plan import METHODS, Network
 from fusedonebit.apps.plan.collectives import all_reduce, all_to_all
 from fusedonebit.apps.plan.costs import FP32
 from fusedonebit.apps.plan.hidden_messages import BACKWARD, MIB, Buckets
+
+from .hooks import MEDIUM_BUCKETS, SMALL_BUCKETS
 
 SEGMENT, FRAME, ACKNOWLEDGEMENT = 1448, 1514, 66
 """Bytes: a TCP segment's payload with timestamps, its Ethernet frame, and a frame that only acknowledges."""
@@ -26,6 +29,7 @@ FAMILY = {
     "adamw": "fp32",
     "bf16": "bf16",
     "int8": "int8",
+    "compress-4": "compress-4",
     "onebit-adam": "flat",
     "zero-one-adam": "flat",
     "onebit-lamb": "flat",
@@ -33,9 +37,11 @@ FAMILY = {
     "marsit-owner": "marsit-owner",
 }
 """What the planner calls a method's messages; it does not know PowerSGD."""
-BETWEEN = ("bf16", "int8")
-"""Methods whose small buckets travel in the backward pass, as far as a CPU that computes lets them: the planner is held
+BETWEEN = {"bf16": SMALL_BUCKETS, "int8": SMALL_BUCKETS, "compress-4": MEDIUM_BUCKETS}
+"""Methods whose buckets travel in the backward pass, as far as a CPU that computes lets them: the planner is held
 to lie between all and nothing hidden."""
+UNTIMED = ("compress-4",)
+"""Methods whose threads nobody times: what a step on the loopback adds is taken for their compression."""
 
 PAPERS_SHARE = 0.94
 """Of AdamW's step, that its messages take on the papers' Ethernet."""
@@ -66,7 +72,7 @@ def messages(method: str, parameters: int, hosts: int, net: Network, congestion:
     """The planner's seconds, its all-to-all ``congestion`` times as long."""
     family = METHODS[FAMILY[method]]
     seconds = family.cost(parameters, hosts, net).seconds
-    if FAMILY[method] in ("flat", "int8"):
+    if FAMILY[method] in ("flat", "int8", "compress-4"):
         seconds += (congestion - 1) * all_to_all(family.payload(parameters), hosts, net).seconds
     return seconds
 
@@ -104,14 +110,15 @@ def predict(
     net = network(megabits, record["latencies"], record["hosts"])
     sent = messages(method, record["parameters"], record["hosts"], net, record["congestion"])
     if overlap:
-        buckets = small_buckets if method in BETWEEN else METHODS[FAMILY[method]].buckets
-        sent = buckets(record["parameters"]).exposed(sent, BACKWARD * compute)
-    return compute + record["loopback"]["methods"][method]["compress"] + sent
+        cut = partial(buckets, **BETWEEN[method]) if method in BETWEEN else METHODS[FAMILY[method]].buckets
+        sent = cut(record["parameters"]).exposed(sent, BACKWARD * compute)
+    alone = record["loopback"]["methods"][method]
+    return compute + alone["communicate" if method in UNTIMED else "compress"] + sent
 
 
-def small_buckets(parameters: float) -> Buckets:
-    """Cut as ``DistributedDataParallel`` does where ``bucket_cap_mb`` is 1."""
-    count = math.ceil(FP32 * parameters / MIB)
+def buckets(parameters: float, bucket_cap_mb: float) -> Buckets:
+    """Cut as ``DistributedDataParallel`` does."""
+    count = math.ceil(FP32 * parameters / (bucket_cap_mb * MIB))
     return Buckets(count, 1 / count, 1 / count)
 
 

@@ -19,6 +19,7 @@ SHORT = {
     "bf16": "AdamW, bf16",
     "int8": "AdamW, int8",
     "powersgd": "PowerSGD",
+    "compress-4": "AdamW, 4 bits",
     "onebit-adam": "1-bit Adam",
     "onebit-adam-overlap": "1-bit Adam, overlap",
     "zero-one-adam": "0/1 Adam",

@@ -22,8 +22,8 @@ from .task import FULL, QUICK, Task
 
 HOSTS = 4
 COMPARED = (
-    *("alone", "adamw", "bf16", "int8", "powersgd", "onebit-adam", "onebit-adam-overlap", "zero-one-adam"),
-    *("onebit-lamb", "marsit-ring", "marsit-owner"),
+    *("alone", "adamw", "bf16", "int8", "powersgd", "compress-4", "onebit-adam", "onebit-adam-overlap"),
+    *("zero-one-adam", "onebit-lamb", "marsit-ring", "marsit-owner"),
 )
 STAGES = ("warm-up", "renewal", "renewal-overlap", "telling")
 """Of whole runs of 1-bit Adam and 0/1 Adam: few of their steps are like these."""
@@ -42,7 +42,7 @@ class Plan:
         task: What is trained.
         shares: Of AdamW's step; each gives a rate. Those of ``model.REPORTS`` come to them.
         fastest: Mbit/s; from the fastest of those rates on they double until none of ours is faster than bfloat16,
-            at most so far.
+            or so far.
         rounds: Least and most rounds at a rate, and as many between as last ``seconds``.
         stage_rounds: Of ``STAGES``.
         library_rounds: Of the comparison of gloo and MPI.
@@ -54,7 +54,7 @@ class Plan:
 
     task: Task = FULL
     shares: Sequence[float] = model.SHARES
-    fastest: float = 12_000.0
+    fastest: float = 10_000.0
     rounds: tuple[int, int] = (7, 15)
     seconds: float = 30.0
     stage_rounds: int = 3
@@ -87,7 +87,6 @@ def measure(plan: Plan, parts: Parts) -> dict[str, Any]:
     given = {"steps": plan.timed_steps, "warmup": plan.warmup}
     record["run"] = {
         "megabits": megabits,
-        "share_of_age": whole.SHARE_OF_AGE,
         **given,
         "methods": hosts.ask(megabits, what="run", **given),
     }
@@ -116,9 +115,9 @@ def _upwards(plan: Plan, record: dict[str, Any], hosts: Hosts) -> None:
     """Double the rate until bfloat16's step is as fast as all of ours."""
     while True:
         row = record["rates"][-1]
-        megabits = float(f"{2 * row['megabits']:.3g}")
-        if megabits > plan.fastest or all(model.speedup(row, ours, "bf16") <= 1 for ours in whole.OURS):
+        if row["megabits"] >= plan.fastest or all(model.speedup(row, ours, "bf16") <= 1 for ours in whole.OURS):
             return
+        megabits = float(f"{2 * row['megabits']:.3g}")
         made = hosts.row(megabits, _rounds(plan, record, megabits))
         record["rates"].append(made | {"share": None, "case": ""})
 

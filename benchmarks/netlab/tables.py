@@ -16,6 +16,7 @@ LABELS = {
     "bf16": "AdamW, bf16 hook, overlapped (DDP)",
     "int8": "AdamW, int8 hook, overlapped (DDP)",
     "powersgd": f"AdamW, PowerSGD hook, rank {POWER_SGD_RANK} (DDP)",
+    "compress-4": "AdamW, `compress(bits=4)`, overlapped (DDP)",
     "onebit-adam": "1-bit Adam",
     "onebit-adam-overlap": "1-bit Adam, `overlap=True`",
     "zero-one-adam": "0/1 Adam",
@@ -94,7 +95,7 @@ def predictions(record: Record) -> str:
 def overlaps(record: Record) -> str:
     """How far the planner's overlap, and none, are from what DDP's steps took."""
     told = []
-    for names, who in ((("adamw",), "fp32"), (model.BETWEEN, "bf16 and int8 in small buckets")):
+    for names, who in ((("adamw",), "fp32"), (model.BETWEEN, "bf16, int8 and 4 bits in smaller buckets")):
         errors = {
             overlap: [
                 model.error(record, name, row, overlap=overlap) for name in names for row in model.held_to(record)
@@ -183,11 +184,11 @@ def gains(record: Record) -> str:
     """How many times as fast whole runs of ours are as each rival's, at equal held-out loss, by rate."""
     rows = [*record["rates"], record["loopback"]]
     lines = [["share of messages, or case", *(row.get("case", "") for row in rows)]]
-    for ours in whole.OURS:
+    for ours in (*whole.OURS, whole.ANY):
         for rival in whole.RIVALS:
             cells = [_times(whole.gain(record, row, ours, rival)) for row in rows]
             lines.append([f"{LABELS[ours]} over {SHORT[rival]}", *cells])
-    for name in (*whole.RIVALS, *whole.OURS):
+    for name in (*whole.RIVALS, *whole.OURS, whole.ANY):
         at, its_own = (equal.AT_ITS_OWN, ", to its own loss") if name == equal.AT_ITS_OWN else (equal.BASE, "")
         cells = [_seconds(whole.seconds(record, row, name, at)) for row in rows]
         lines.append([f"s: {LABELS[name]}{its_own}", *cells])

@@ -15,31 +15,29 @@ from .hooks import POWER_SGD_START
 Record = Mapping[str, Any]
 OURS = ("onebit-adam", "onebit-adam-overlap", "zero-one-adam")
 RIVALS = ("bf16", "int8", "powersgd")
+ANY = "compress-4"
+"""Ours for any optimizer, here AdamW, which is compared by itself."""
 TRAINED_AS = {"onebit-adam-overlap": "onebit-adam"}
 """Whose losses a method has: buckets change when bits travel, and not what they are."""
 
 
-def renewals(steps: int, share: int = SHARE_OF_AGE) -> int:
-    """Return how many of so many compressed steps share squares, after which the variance is renewed.
-
-    ``share`` is that of a run's age, where a record was made with another than today's.
-    """
+def renewals(steps: int) -> int:
+    """Return how many of so many compressed steps share squares, after which the variance is renewed."""
     count = since = 0
     for age in range(1, steps + 1):
         since += 1
-        if since >= min(LONGEST, max(1, age // share)):
+        if since >= min(LONGEST, max(1, age // SHARE_OF_AGE)):
             count, since = count + 1, 0
     return count
 
 
-def stages(method: str, steps: int, warmup: float, share: int = SHARE_OF_AGE) -> dict[str, int]:
+def stages(method: str, steps: int, warmup: float) -> dict[str, int]:
     """Return the steps of each stage of a whole run, by the name of the method that times them.
 
     Args:
         method: Which.
         steps: Of the run.
         warmup: Share of them that warm up 1-bit Adam.
-        share: See ``renewals``.
     """
     if method == "powersgd":
         return {"adamw": POWER_SGD_START, method: steps - POWER_SGD_START}
@@ -50,14 +48,14 @@ def stages(method: str, steps: int, warmup: float, share: int = SHARE_OF_AGE) ->
     if not method.startswith("onebit-adam"):
         return {method: steps}
     warm = max(1, round(warmup * steps))
-    renewing = renewals(steps - warm, share)
+    renewing = renewals(steps - warm)
     renewal = "renewal" + method.removeprefix("onebit-adam")
     return {"warm-up": warm, renewal: renewing, method: steps - warm - renewing}
 
 
-def seconds_of(row: Record, method: str, steps: int, warmup: float, share: int = SHARE_OF_AGE) -> float:
+def seconds_of(row: Record, method: str, steps: int, warmup: float) -> float:
     """Return what a whole run takes at a row's rate."""
-    counts = stages(method, steps, warmup, share)
+    counts = stages(method, steps, warmup)
     return sum(count * row["methods"][stage]["whole"] for stage, count in counts.items())
 
 
@@ -116,5 +114,4 @@ def against_product(record: Record, method: str) -> float:
     """Return the seconds of a run that was timed from its first step to its last, over those its stages add up to."""
     run = record["run"]
     row = next(row for row in record["rates"] if row["megabits"] == run["megabits"])
-    share = run.get("share_of_age", SHARE_OF_AGE)
-    return run["methods"][method]["seconds"] / seconds_of(row, method, run["steps"], run["warmup"], share)
+    return run["methods"][method]["seconds"] / seconds_of(row, method, run["steps"], run["warmup"])
