@@ -139,11 +139,8 @@ def muon_tables(records: Records) -> str:
     """Return how much worse Muon is with a bit each way, by where that lies around Newton-Schulz."""
     made = [v for v in views(records) if v.parents and any(v.runs(records, t, n) for t in OF_MATRICES for n in MUONS)]
     every = [(v, rows(records, v, ["muon", *MUONS], OF_MATRICES)) for v in made]
-    return "\n".join(f"{v.title.capitalize()}:\n\n{markdown(_renamed(table))}" for v, table in every)
-
-
-def _renamed(table: list[list[str]]) -> list[list[str]]:
-    return [[cell.removeprefix("onebit-muon-") for cell in table[0]], *table[1:]]
+    short = [(v, [[cell.removeprefix("onebit-muon-") for cell in head], *body]) for v, (head, *body) in every]
+    return "\n".join(f"{v.title.capitalize()}:\n\n{markdown(table)}" for v, table in short)
 
 
 def ablations(records: Records) -> str:

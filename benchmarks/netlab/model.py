@@ -40,8 +40,7 @@ FAMILY = {
 BETWEEN = {"bf16": SMALL_BUCKETS, "int8": SMALL_BUCKETS, "compress-4": MEDIUM_BUCKETS}
 """Methods whose buckets travel in the backward pass, as far as a CPU that computes lets them: the planner is held
 to lie between all and nothing hidden."""
-UNTIMED = ("compress-4",)
-"""Methods whose threads nobody times: what a step on the loopback adds is taken for their compression."""
+UNTIMED = ("compress-4",)  # its threads: what a step on the loopback adds is taken for its compression
 
 PAPERS_SHARE = 0.94
 """Of AdamW's step, that its messages take on the papers' Ethernet."""
@@ -112,8 +111,8 @@ def predict(
     if overlap:
         cut = partial(buckets, **BETWEEN[method]) if method in BETWEEN else METHODS[FAMILY[method]].buckets
         sent = cut(record["parameters"]).exposed(sent, BACKWARD * compute)
-    alone = record["loopback"]["methods"][method]
-    return compute + alone["communicate" if method in UNTIMED else "compress"] + sent
+    part = "communicate" if method in UNTIMED else "compress"
+    return compute + record["loopback"]["methods"][method][part] + sent
 
 
 def buckets(parameters: float, bucket_cap_mb: float) -> Buckets:
