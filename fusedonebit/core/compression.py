@@ -229,7 +229,7 @@ class Compression:
         self.check(state)
         about = json.loads(state["about"])
         self.forget()
-        self._told.clear()  # of exchanges that this run no longer has had
+        self._told.clear()  # of passes before the load, whose gradients are gone
         self.number = about["number"]
         same = about["world_size"] == self.ranks.world_size and Format(*about["form"]) == self.form
         for rank in self.whose(state["about"]):
