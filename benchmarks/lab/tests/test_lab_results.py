@@ -309,9 +309,9 @@ def test_pages_say_how_marsit_and_slow_adapters_end():
     assert slow.mean + slow.error <= 2.0
 
 
-OF_FOUR, *_, LAST = VIEWS = tuple(lab_page.COMPRESSED_BY.values())
-WITHIN = {("compress-8", view): n for view, n in zip(VIEWS, (11, 12, 7, 4), strict=True)}
-WITHIN |= {("compress-4", view): n for view, n in zip(VIEWS, (5, 7, 4, 3), strict=True)}
+OF_FOUR, *_ = VIEWS = tuple(lab_page.COMPRESSED_BY.values())
+WITHIN = {("compress-8", view): n for view, n in zip(VIEWS, (11, 12, 7, 9), strict=True)}
+WITHIN |= {("compress-4", view): n for view, n in zip(VIEWS, (5, 7, 4, 4), strict=True)}
 FORMS = {"8-none": 7, "8-fsdp": 7, "8-fsdp-8bit": 5, "4-none": 2, "4-fsdp": 3, "4-fsdp-8bit": 6}
 WITHIN |= {(lab_page.BF16, OF_FOUR): 10} | {(f"compress-{name}", OF_FOUR): n for name, n in FORMS.items()}
 WITHIN |= {(f"sgd-compress-{bits}", OF_FOUR): 5 for bits in (8, 4)}
@@ -328,7 +328,7 @@ def test_compressed_gradients_end_as_near_as_recorded(name, view):
         d = difference(RECORDS, view, task, name)
         print(f"{name}, {view.title}, {task}: {d}")
         # With 16 workers AdamW itself diverges on one of policy's 20.
-        assert d.seeds >= (19 if view != LAST and name in ("compress-8", "compress-4") else 5)
+        assert d.seeds >= (19 if name in ("compress-8", "compress-4") else 5)
     print(f"{name}, {view.title}: {len(near)} of {len(tasks)} within 0.5 %: {near}; untold: {untold}")
     assert len(tasks) >= (11 if CONTENDERS[name].parent == "adamw" else len(lab_page.OF_MATRICES))
     assert len(near) >= WITHIN[name, view]
