@@ -327,8 +327,7 @@ def test_compressed_gradients_end_as_near_as_recorded(name, view):
     for task in tasks:
         d = difference(RECORDS, view, task, name)
         print(f"{name}, {view.title}, {task}: {d}")
-        # With 16 workers AdamW itself diverges on one of policy's 20.
-        assert d.seeds >= (19 if name in ("compress-8", "compress-4") else 5)
+        assert d.seeds >= (20 if name in ("compress-8", "compress-4") else 5)
     print(f"{name}, {view.title}: {len(near)} of {len(tasks)} within 0.5 %: {near}; untold: {untold}")
     assert len(tasks) >= (11 if CONTENDERS[name].parent == "adamw" else len(lab_page.OF_MATRICES))
     assert len(near) >= WITHIN[name, view]
