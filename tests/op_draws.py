@@ -13,6 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
+import outer_rules as of_matrices
 import quantise_rules as of_levels
 import torch
 from op_arguments import BFLOAT16, CODES, Problem, arguments_of
@@ -85,6 +86,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "x": (*DTYPES, torch.float64, *INTEGERS),
     "renew_levels.sums": (..., torch.float64),
     **of_levels.CHOICES,
+    **of_matrices.CHOICES,
 }
 """What to take in turn of arguments, where a declaration does not say it."""
 HEARD = (0, 1, 0, (0,), 0, 34, 0, (1,), 0, -64, 0, (2,), 0, 2, 0, (3,), 0, (4,))
@@ -127,6 +129,7 @@ UNSAID: dict[str, dict[str, tuple[Any, ...]]] = {
     "merge_signs": {"sizes": ((128,), (384,), (16_512,), (70_400,))},
     **either("pick_owned place_owned", {"sizes": ((128,), (384,), (16_512,))}),
     **of_levels.UNSAID,
+    **of_matrices.UNSAID,
 }
 """The same for an op."""
 SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, -1e-45, 3e38, 9e18, -1.95e19)
@@ -134,12 +137,12 @@ UNCOUNTED = (1.95e19, 2.5e19, -3e19)  # too large a gradient, whose square is fi
 TIES = (1 + 2**-8, -1 - 3 * 2**-8, 1 + 2**-11)  # between two bfloat16, or two float16
 SCALE = (0.0, torch.inf, 1e-45, 3e38)
 EDGES: dict[str, tuple[float, ...]] = {
-    "grads": SPECIAL + UNCOUNTED,
-    **either("params tensors x compensated compensated_numbers exp_avg moments_exp_avg", SPECIAL),
+    **either("grads added", SPECIAL + UNCOUNTED),
+    **either("params tensors x compensated compensated_numbers exp_avg moments_exp_avg momentum", SPECIAL),
     "values": TIES + SPECIAL,
     **either("exp_avg_sq exp_avg_sq_numbers moments_exp_avg_sq fresh", (0.0, 1e-45, 1e-42, 3e38, torch.inf)),
     **either("exp_avg_scale last_scale compensated_scale worker_scale arrived_scales", SCALE),
-    **either("worker_measured server_measured close_parts.scale", SCALE),
+    **either("worker_measured server_measured close_parts.scale outer_scales", SCALE),
     **either("lamb_follow.scale largest", SCALE[:2]),
     **either("finish.partials finish_alone.partials x_squares update_squares", (0.0,)),
     "norms": (0.0, torch.inf, torch.nan),
@@ -277,7 +280,7 @@ def of_moments(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
 
 
 def of_a_server(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
-    if not how["keeps"]:
+    if not how.get("keeps", True):
         chosen["compensated_numbers"] = torch.empty(0)
     if chosen["words"] is None:
         chosen["header"] = None
@@ -322,7 +325,7 @@ ROOM: dict[str, Callable[[Chosen, Chosen, Chosen], None]] = {
     "apply_momentum": of_masters,
     "momentum_compress": of_mean_squares,
     **either("adam_update lamb_update lamb_move", of_moments),
-    "server_reduce": of_a_server,
+    **either("server_reduce outer_mean", of_a_server),
     "local_step": of_local_step,
     "local_update": of_local_update,
     "renew": of_a_renewal,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import outer_rules as of_matrices
 import quantise_rules as of_levels
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from fusedonebit.triton_kernels.renewal import SUMS
 from fusedonebit.triton_kernels.rules import GROUP_COLUMNS
 
 Rule = Callable[[Any], Any]
-SERVERS = ("server_reduce", "average_squares", *of_levels.ON_CHUNKS)
+SERVERS = ("server_reduce", "average_squares", *of_levels.ON_CHUNKS, *of_matrices.ON_CHUNKS)
 """Ops that work on one rank's chunk."""
 BETAS = ((0.9, 0.999), (0.0, 0.95), (0.95, 0.99999))
 """Of groups."""
@@ -68,7 +69,7 @@ FOLLOWS: dict[str, Rule] = {
     "squares": given("limit"),
     "limit_coef": lambda m: m.op.name != "finish_alone",
     **either("renew.scale renew.settled", given("compensated_numbers")),
-    "server_reduce.header": given("words"),
+    **either("server_reduce.header outer_mean.header", given("words")),
     "local_update.exp_avg": given("exp_avg_sq"),
     "finish_alone.coefficients": given("limit"),
     "apply_momentum.steps": given("count"),
@@ -305,6 +306,7 @@ NOUNS: dict[str, Rule] = {
     **either("logs means average_squares.arrived", codes),
     "mean": lambda m: codes(m, 1),
     **of_levels.NOUNS,
+    **of_matrices.NOUNS,
 }
 """Arguments whose fields depend on each other."""
 NUMBERS: dict[str, float] = {
@@ -343,6 +345,7 @@ NUMBERS: dict[str, float] = {
     "mismatch": int(Flag.MISMATCH),
     "norm": SCALE_NORMS["contractive"],
     **of_levels.NUMBERS,
+    **of_matrices.NUMBERS,
 }
 """Numbers, and what tensors are filled with."""
 RULES: dict[str, Rule] = {
@@ -441,4 +444,5 @@ RULES: dict[str, Rule] = {
     "scale_coefficients.told": lambda m: torch.tensor([0.0, 7.0]),
     "ternary": lambda m: m.p.ternary,
     **of_levels.RULES,
+    **of_matrices.RULES,
 }

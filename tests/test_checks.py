@@ -38,6 +38,8 @@ OF_VALUES = {
     "close_parts": {"scale 0", "found 0", "squares 0", "limit.coef 0"},
     "close_round": {"received.words 0", "coef 0"},
     "dequantise": {"arrived.scales 1"},
+    "outer_compress": {"outer.scales 1"},
+    "outer_mean": {"outer.scales 1", "outer.table 1"},
     "gradient_squares": {"squares 0"},
     **dict.fromkeys(("advance", "rebuild_momentum"), frozenset({"coefficients.groups 0"})),
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import element_formulas  # noqa: F401
+import outer_formulas  # noqa: F401
 import pytest
 import quantise_formulas  # noqa: F401
 import square_formulas  # noqa: F401
@@ -32,6 +33,7 @@ TOLD = {
     "finish_alone": {"words", "flags", "header_counter", "header_pending", "coefficients_table", "coefficients_moved"},
     "receive": {"flags", "digest_sums"},
     "server_reduce": {"flags", "kept_words", "words"},
+    "outer_mean": {"flags", "kept_words", "words"},
     "apply_momentum": {"digest", "steps", "count_updates", "count_number", "count_replays"},
     "adam_update": {"found_before"},
     "lamb_update": {"found_before"},

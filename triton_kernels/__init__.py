@@ -24,6 +24,7 @@ from .levels import follow_level, tell_level
 from .local_step import local_step, rebuild_momentum
 from .local_update import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
+from .outer import outer_compress, outer_mean
 from .parts import close_parts
 from .quantise import dequantise, quantise, requantise, take_back
 from .receive import receive
@@ -79,6 +80,8 @@ __all__ = [
     "merge_signs",
     "momentum_compress",
     "nouns",
+    "outer_compress",
+    "outer_mean",
     "pack",
     "param_squares",
     "pick_owned",

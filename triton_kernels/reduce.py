@@ -158,6 +158,24 @@ def server_reduce_kernel(
     io.store_bits(bits + b * (BLOCK_SIZE // 8) + byte, arrived.plane, c, TERNARY, HALVES=True)
 
 
+def answer(
+    arrived: Tensor,
+    own: Tensor,
+    hold: Tensor,
+    flags: Tensor,
+    kept_words: Tensor,
+    words: Tensor | None,
+    header: Header | None,
+) -> None:
+    """Compare the headers that arrived, int32 [W, 8], and write what they say; other arguments as ``server_reduce``."""
+    flags.copy_(headers.agreed_flags(arrived, own, hold))
+    kept_words.copy_(arrived)
+    if words is not None and header is not None:
+        step = header.number if header.counter is None else header.counter
+        for word, value in ((STEP, step), (DIGEST, own[DIGEST]), (TAG, header.tag), (FLAGS, flags), (SIGNAL, 0)):
+            words[:, word] = value
+
+
 def _warps(block_size: int, TERNARY: bool, compensated_numbers: Tensor | None) -> int:
     # One warp exchanges nothing with another; where ternary it would have no registers to spare, and where residuals
     # are rounded besides, four on AMD have none either.
@@ -204,12 +222,7 @@ def server_reduce(
             DIGEST as in ``own_words`` and, with ``flags``, FLAGS; SIGNAL is 0. None: ``finish`` writes it.
         header: STEP, counted by nobody, and TAG; None, as ``words``.
     """
-    flags.copy_(headers.agreed_flags(arrived.words, arrived.own_words, hold))
-    kept_words.copy_(arrived.words)
-    if words is not None and header is not None:
-        step, digest = header.number if header.counter is None else header.counter, arrived.own_words[DIGEST]
-        for word, value in ((STEP, step), (DIGEST, digest), (TAG, header.tag), (FLAGS, flags), (SIGNAL, 0)):
-            words[:, word] = value
+    answer(arrived.words, arrived.own_words, hold, flags, kept_words, words, header)
     if hold:
         return
     of_c = compensated.stored

@@ -1,0 +1,56 @@
+"""What may be in arguments of the ops on matrices with scales of rows and columns; see ``op_rules``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedonebit.triton_kernels.outer import Outer
+
+ON_CHUNKS = ("outer_mean",)
+"""Those that work on one rank's chunk."""
+
+
+def columns_of(size: int, turn: int) -> int:
+    """Return how many columns a matrix of so many elements has, 1 at least; which of those it may have takes turns."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0] or [5]
+    return divisors[turn % len(divisors)]
+
+
+def outer(m: Any) -> Outer:
+    """Return scales of every tensor as a matrix, with slots between that are nobody's."""
+    at, table = 1, []
+    for size in m.p.layout.sizes:
+        columns = columns_of(size, int(m.p.integers(0, 1 << 20, ())))
+        table.append((at, at + size // columns + 2, columns))
+        at += size // columns + 3 + columns
+    scales = m.p.normal(m.known["W"], at).abs()
+    return Outer(scales, torch.tensor(table, dtype=torch.int32).T.contiguous(), Outer.starts(m.p.layout)[m.blocks])
+
+
+def added(m: Any) -> Any:
+    """Return numbers, every other time some that do not count."""
+    x = m.p.normal(*m.shape)
+    if m.p.uniform() < 0.5:
+        x[5::211] = torch.tensor((torch.nan, -torch.inf, 1.85e19, -3e38)).repeat(len(x))[: len(x[5::211])]
+    return x
+
+
+NOUNS: dict[str, Callable[[Any], Any]] = {"outer": outer}
+RULES: dict[str, Callable[[Any], Any]] = {
+    "outer_compress.found": lambda m: m.p.found,
+    "added": added,
+    "momentum": lambda m: m.p.normal(*m.shape),
+    "outer_mean.arrived_words": lambda m: m.p.headers(m.known["W"], heard=m.heard)[0],
+    "outer_mean.arrived_own_words": lambda m: m.done["arrived_words"][0].clone(),
+}
+NUMBERS: dict[str, float] = {"outer_mean.flags": -1, "outer_mean.beta": 0.95, "outer_mean.lead": 0.05}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "skipped": (0, 0, 1, 0, 6),
+    "outer_mean.beta": (0.95, 1 / 3, 0.0),
+    "outer_mean.lead": (0.05, 0.0, 1 / 3),
+}
+HEARD = (0, 1, 0, 0, (0,), 0, 34, 0, 0, (1,), 0, -64, 0, 2, 0)
+UNSAID: dict[str, dict[str, tuple[Any, ...]]] = {"outer_mean": {"heard": HEARD, "world_size": (1, 2, 3, 7, 17)}}
