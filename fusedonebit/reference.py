@@ -263,6 +263,60 @@ def living_lamb(s: LivingLambState, g: Tensor, *, gamma: float, beta1: float = 0
         s.u2[k] = beta3 * s.u2[k] + (1 - beta3) * u**2
         s.c[k] = (x / s.u2[k].sqrt()).clip(c_min, c_max)
 
+# ---------------------------------------------------------------- 1-bit Muon
+
+class MuonState:
+    """What it carries for one matrix [a, b]; where b > a it is the transpose that is compressed, [m, n] with m >= n."""
+    def __init__(self, x: Tensor, workers: int) -> None:
+        n = min(x.shape)
+        self.x, wide = x.clone(), x.shape[1] > x.shape[0]
+        like = x.mT if wide else x
+        self.worker_error = like.new_zeros(workers, *like.shape)     # [W, m, n], whitened as the momentum is
+        self.momentum = torch.zeros_like(like)                       # [m, n], on the matrix's owner
+        self.gram = x.new_zeros(n, n)                                # the EMA of the momentum's
+        self.white, self.back = torch.eye(n).to(x), torch.eye(n).to(x)   # what whitens, and its inverse
+
+
+def onebit_muon(s: MuonState, g: Tensor, *, gamma: float, mu: float = 0.95, lead: float = 0.1, decay: float = 0.0,
+                ns_steps: int = 5) -> None:
+    """Muon on the mean of g [W, a, b]: gradients travel to the owner with error feedback, the update's signs back."""
+    wide = g.shape[2] > g.shape[1]
+    c = s.worker_error + (g.mT if wide else g) @ s.white             # on the workers
+    c_hat = outer(c)
+    s.worker_error = c - c_hat                                       # c_hat is sent
+    d = c_hat.mean(0)                                                # on the owner
+    s.momentum = mu * s.momentum + (1 - mu) * d
+    u = orthogonal((lead * d + (1 - lead) * s.momentum) @ s.back, ns_steps)
+    raw = s.momentum @ s.back
+    s.gram = 0.95 * s.gram + 0.05 * raw.mT @ raw
+    u = torch.where(u >= 0, 1.0, -1.0).to(u) / len(u) ** 0.5         # signs are sent
+    s.x = (1 - gamma * decay) * s.x - gamma * (u.mT if wide else u)  # on the workers
+
+
+def whiten(s: MuonState, least: float = 1e-4) -> None:
+    """From time to time the owner sends what makes the momentum's columns alike and independent: its gram^-1/2."""
+    square, q = torch.linalg.eigh(s.gram)
+    root = (square.clamp(min=0) + least * square.mean()).sqrt()
+    white, back = q / root @ q.mT, q * root @ q.mT
+    turn = s.back @ white
+    s.white, s.back, s.momentum, s.worker_error = white, back, s.momentum @ turn, s.worker_error @ turn
+
+
+def outer(c: Tensor) -> Tensor:
+    """C_omega of matrices: signs, times row's and column's mean magnitudes over that of all."""
+    size = c.abs()
+    scale = size.mean(-1, keepdim=True) * size.mean(-2, keepdim=True) / size.mean((-2, -1), keepdim=True)
+    return torch.where(c >= 0, scale, -scale)
+
+
+def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
+    """Newton-Schulz (Jordan, 2024): nearly the orthogonal matrix nearest to x [m, n], m >= n."""
+    x = x / norm(x).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x.mT @ x
+        x = 3.4445 * x + x @ (-4.7750 * gram + 2.0315 * gram @ gram)
+    return x
+
 # ---------------------------------------------------------------- Marsit
 
 def marsit(g: Tensor, c: Tensor, u: Tensor, *, t: int, K: float, eta_s: float) -> tuple[Tensor, Tensor]:

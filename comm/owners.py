@@ -1,0 +1,129 @@
+"""Divides matrices among ranks: each lies whole with one of them, its owner, which alone orthogonalises it.
+
+Messages have blocks of the flat index space in another order than that, an owner's one behind the other, and within
+an owner's those of equal shapes, so that they make one batch::
+
+    index space   [matrix 0      ][matrix 1 ][matrix 2      ][matrix 3 ]
+    messages      [matrix 0      ][matrix 3 ]     [matrix 2      ][matrix 1 ]
+                  '-------- rank 0 ---------'     '-------- rank 1 ---------'
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import FlatLayout
+
+Shape = tuple[int, int]
+
+
+def work(shape: Shape) -> int:
+    """Return what a step of Newton-Schulz costs on a matrix: multiplications, of its smaller Gram matrix."""
+    n, m = sorted(shape)
+    return 2 * m * n * n + n**3
+
+
+def divide(shapes: Sequence[Shape], world_size: int) -> list[list[int]]:
+    """Give each matrix an owner: the costliest first, each to whoever has least so far.
+
+    Args:
+        shapes: Of matrices, rows and columns.
+        world_size: W.
+
+    Returns:
+        Each owner's, those of equal shapes one behind the other.
+    """
+    owned: list[list[int]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for i in sorted(range(len(shapes)), key=lambda i: (-work(shapes[i]), i)):
+        least = min(range(world_size), key=lambda k: (load[k], k))
+        owned[least].append(i)
+        load[least] += work(shapes[i])
+    return [sorted(own, key=lambda i: (shapes[i], i)) for own in owned]
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape that a rank owns, one behind the other in its message."""
+
+    shape: Shape
+    count: int
+    first: int
+    """The first one's first element."""
+    step: int
+    """From one's first element to the next one's."""
+
+    def of(self, elements: Tensor) -> Tensor:
+        """View ``elements`` of a message as matrices [count, rows, columns]."""
+        first = elements.storage_offset() + self.first
+        return elements.as_strided((self.count, *self.shape), (self.step, self.shape[1], 1), first)
+
+
+class Owners:
+    """Says who owns which matrix, and where messages have it.
+
+    Args:
+        layout: The flat index space, of matrices alone.
+        shapes: Of each, rows and columns.
+        world_size: W.
+        device: Where tables lie.
+
+    Attributes:
+        owned: The matrices of each owner, in the order of its message.
+        layout: Of the messages, one chunk each.
+        slots: Scales in each message: one for all, then of each matrix those of its rows and of its columns.
+        share: The largest owner's part of the work of all.
+    """
+
+    def __init__(self, layout: FlatLayout, shapes: Sequence[Shape], world_size: int, device: torch.device) -> None:
+        self.shapes, self.owned = list(shapes), divide(shapes, world_size)
+        first, block = layout.first_block, layout.block_size
+        blocks = [end - start for start, end in itertools.pairwise(first)]
+        length = max(1, *(sum(blocks[i] for i in own) for own in self.owned))
+        self.layout = FlatLayout((world_size * length * block,), world_size, block)
+        self.slots = 1 + max(sum(sum(shapes[i]) for i in own) for own in self.owned)
+        loads = [sum(work(shapes[i]) for i in own) for own in self.owned]
+        self.share = max(loads) / max(1, sum(loads))
+        # Padding of messages comes from behind the last block: from one of zeros.
+        self._from = torch.full((world_size * length,), layout.n_blocks, dtype=torch.int64)
+        self._to = torch.full((layout.n_blocks,), world_size * length, dtype=torch.int64)
+        self._at, self._slot = [0] * len(shapes), [0] * len(shapes)
+        for k, own in enumerate(self.owned):
+            at, slot = k * length, 1
+            for i in own:
+                self._from[at : at + blocks[i]] = torch.arange(first[i], first[i + 1])
+                self._to[first[i] : first[i + 1]] = torch.arange(at, at + blocks[i])
+                self._at[i], self._slot[i] = (at - k * length) * block, slot
+                at, slot = at + blocks[i], slot + sum(shapes[i])
+        self._from, self._to = self._from.to(device), self._to.to(device)
+
+    def batches(self, rank: int) -> list[Batch]:
+        """Return the batches of one owner's matrices."""
+        found = []
+        for shape, group in itertools.groupby(self.owned[rank], key=lambda i: self.shapes[i]):
+            own = list(group)
+            step = self._at[own[1]] - self._at[own[0]] if len(own) > 1 else 0
+            found.append(Batch(shape, len(own), self._at[own[0]], step))
+        return found
+
+    def scales_at(self, width: int) -> Tensor:
+        """Return where scales of each matrix begin, of rows and of columns, int64 [2, matrices].
+
+        Args:
+            width: Numbers from one message's scales to the next one's; 0: within a message.
+        """
+        owner = {i: k for k, own in enumerate(self.owned) for i in own}
+        rows = [owner[i] * width + slot for i, slot in enumerate(self._slot)]
+        return torch.tensor([rows, [at + shape[0] for at, shape in zip(rows, self.shapes, strict=True)]])
+
+    def to_messages(self, blocks: Tensor) -> Tensor:
+        """Return rows of the index space, [B + 1, ...], the last of zeros, in the order of messages."""
+        return blocks.index_select(0, self._from)
+
+    def from_messages(self, blocks: Tensor) -> Tensor:
+        """Return rows of messages, [W * length + 1, ...], in the order of the index space; the last are padding."""
+        return blocks.index_select(0, self._to)
