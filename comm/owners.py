@@ -76,6 +76,7 @@ class Owners:
         owned: The matrices of each owner, in the order of its message.
         layout: Of the messages, one chunk each.
         slots: Scales in each message: one for all, then of each matrix those of its rows and of its columns.
+        back: Of each block of the index space where messages have it, int64 [B]; of padding behind their end.
         share: The largest owner's part of the work of all.
     """
 
@@ -84,22 +85,23 @@ class Owners:
         first, block = layout.first_block, layout.block_size
         blocks = [end - start for start, end in itertools.pairwise(first)]
         length = max(1, *(sum(blocks[i] for i in own) for own in self.owned))
-        self.layout = FlatLayout((world_size * length * block,), world_size, block)
+        # As many tensors as there are matrices: a message has a bit for each.
+        self.layout = FlatLayout((world_size * length * block, *[0] * (len(shapes) - 1)), world_size, block)
         self.slots = 1 + max(sum(sum(shapes[i]) for i in own) for own in self.owned)
         loads = [sum(work(shapes[i]) for i in own) for own in self.owned]
         self.share = max(loads) / max(1, sum(loads))
         # Padding of messages comes from behind the last block: from one of zeros.
         self._from = torch.full((world_size * length,), layout.n_blocks, dtype=torch.int64)
-        self._to = torch.full((layout.n_blocks,), world_size * length, dtype=torch.int64)
+        self.back = torch.full((layout.n_blocks,), world_size * length, dtype=torch.int64)
         self._at, self._slot = [0] * len(shapes), [0] * len(shapes)
         for k, own in enumerate(self.owned):
             at, slot = k * length, 1
             for i in own:
                 self._from[at : at + blocks[i]] = torch.arange(first[i], first[i + 1])
-                self._to[first[i] : first[i + 1]] = torch.arange(at, at + blocks[i])
+                self.back[first[i] : first[i + 1]] = torch.arange(at, at + blocks[i])
                 self._at[i], self._slot[i] = (at - k * length) * block, slot
                 at, slot = at + blocks[i], slot + sum(shapes[i])
-        self._from, self._to = self._from.to(device), self._to.to(device)
+        self._from, self.back = self._from.to(device), self.back.to(device)
 
     def batches(self, rank: int) -> list[Batch]:
         """Return the batches of one owner's matrices."""
@@ -120,10 +122,14 @@ class Owners:
         rows = [owner[i] * width + slot for i, slot in enumerate(self._slot)]
         return torch.tensor([rows, [at + shape[0] for at, shape in zip(rows, self.shapes, strict=True)]])
 
+    def tensor_of_slot(self) -> Tensor:
+        """Return whose scale each is, int64 [W, slots]; those of nobody count as the first matrix's."""
+        owners = torch.zeros(len(self.owned), self.slots, dtype=torch.int64)
+        for k, own in enumerate(self.owned):
+            for i in own:
+                owners[k, self._slot[i] : self._slot[i] + sum(self.shapes[i])] = i
+        return owners
+
     def to_messages(self, blocks: Tensor) -> Tensor:
         """Return rows of the index space, [B + 1, ...], the last of zeros, in the order of messages."""
         return blocks.index_select(0, self._from)
-
-    def from_messages(self, blocks: Tensor) -> Tensor:
-        """Return rows of messages, [W * length + 1, ...], in the order of the index space; the last are padding."""
-        return blocks.index_select(0, self._to)

@@ -162,7 +162,8 @@ class Algorithm:
     def value_of(self, name: str, i: int) -> Tensor:
         """Return what is kept of parameter ``i`` under a name, of its shape: a view, or a float32 copy of codes."""
         every = (kept for part in self.all_parts for kept in part.state(self.compressed))
-        found = next((kept for kept in every if kept.name == name and kept.wanted), None)
+        everybody = range(len(self.frame.parameters))
+        found = next((kept for kept in every if kept.name == name and kept.wanted and i in kept.of(everybody)), None)
         if found is None:
             own = type(self).__name__
             raise NotImplementedError(f"{own} keeps no {name!r}: return it from state(), or override momentum()")

@@ -54,8 +54,18 @@ def check_group(group: dict[str, Any], name: str = "") -> None:
             raise ValueError(f"{low} must be at most {high}, got {group[low]!r} > {group[high]!r}{where}")
 
 
+def averaged(group: Mapping[str, Any]) -> bool:
+    """Tell whether a group of an optimizer that compresses others trains by AdamW, on exact averages."""
+    return group.get("algorithm") == "adamw"
+
+
+def _accumulates(group: Mapping[str, Any]) -> bool:
+    """Tell whether what a group keeps takes all of a gradient: as SGD's momentum, and the residuals of matrices."""
+    return "momentum" in group and not averaged(group)
+
+
 def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    return group["betas"] if "betas" in group else (group["momentum"], 0.0)
+    return (group["momentum"], 0.0) if _accumulates(group) else group["betas"]
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -122,6 +132,7 @@ OF_GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "two numbers in [0, 1)",
     ),
     "maximize": (lambda v: isinstance(v, bool), "True or False"),
+    "algorithm": (lambda v: v in ("muon", "adamw"), "'muon' or 'adamw'"),
     **dict.fromkeys(("momentum", "beta3", "r_threshold"), (is_share, "a number in [0, 1)")),
     **dict.fromkeys(("eps", "weight_decay"), (lambda v: _fits_float32(v) and v >= 0, "a finite number >= 0")),
     **dict.fromkeys(("c_min", "r_min"), (lambda v: is_number(v) and v >= 0, "a finite number >= 0")),
@@ -314,12 +325,12 @@ class CoefficientTable:
             (
                 self._host_value(group["lr"]),
                 *map(float, _betas(group)),
-                # SGD's momentum takes all of the gradient.
-                1.0 if "momentum" in group else 1.0 - float(group["betas"][0]),
+                1.0 if _accumulates(group) else 1.0 - float(group["betas"][0]),
                 float(group.get("eps", 0.0)),
                 float(group.get("weight_decay", 0.0)),
                 -1.0 if group["maximize"] else 1.0,
                 float(_betas(group)[1]) if betas is None else betas[i],
+                self.bias_correction and not ("betas" in group and _accumulates(group)),
                 *(float(group[name]) for name in self.columns.values()),
             )
             for i, group in enumerate(groups)
@@ -360,6 +371,7 @@ class CoefficientTable:
         decay: float,
         sign: float,
         variance_beta2: float,
+        corrects: bool,
         *further: float,
     ) -> list[float]:
         """Return what the tensors of a group have in common: ``Coef``, then ``Group``."""
@@ -374,7 +386,7 @@ class CoefficientTable:
             Coef.WEIGHT_DECAY: decay,
             Coef.GRAD_LIMIT: LARGEST_GRADIENT,
         } | dict(zip(self.columns, further, strict=True))
-        corrections = (beta1, variance_beta2) if self.bias_correction else (0.0, 0.0)
+        corrections = (beta1, variance_beta2) if corrects else (0.0, 0.0)
         return [row.get(column, 1.0) for column in Coef] + [*corrections, self._floor]
 
     def freeze_variance(self, groups: Sequence[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from ..comm.agreement import Fact
 from ..triton_kernels import FlatLayout
 from ..triton_kernels.tables import Facts, Listed, Pattern
 from .corrections import Corrections, lacking
+from .options import averaged
 from .param_checks import SUPPORTED_DTYPES, check_parameter, is_dense, refuse_gradient
 from .sharding import like, local, replicas, shard_mesh
 
@@ -53,11 +54,12 @@ class ParameterList:
         self.group_of: list[int] = []
         self.index_of: list[int] = []  # of each among all parameters of all groups, as in a ``state_dict``
         self.names: list[str] = []  # "parameter 3", and its name where the user gave one; ranks compare by them
-        index = -1
+        first = [0, *itertools.accumulate(len(group["params"]) for group in groups)]
         seen: set[int] = set()
-        for number, group in enumerate(groups):
-            for position, p in enumerate(group["params"]):
-                index += 1
+        # Those that are averaged as they are lie behind all others.
+        for number, group in sorted(enumerate(groups), key=lambda each: averaged(each[1])):
+            for index, p in enumerate(group["params"], first[number]):
+                position = index - first[number]
                 if id(p) in seen:  # torch has warned of it; it is one parameter
                     continue
                 seen.add(id(p))

@@ -45,6 +45,8 @@ class StateTensor:
         not_negative: Whether its values are at least 0; or a key of the header that must be true for that.
         factors: Where codes are the mean squares that a variance is made of, what it is made with; such a one is saved,
             not loaded.
+        members: Parameters that have it, one behind the other, of which the first one's elements are the first that
+            are kept; None: all.
     """
 
     name: str
@@ -60,6 +62,11 @@ class StateTensor:
     holds_parameters: bool = False
     not_negative: bool | str = False
     factors: Tensor | None = None
+    members: range | None = None
+
+    def of(self, parameters: range) -> range:
+        """Return which of the parameters have it."""
+        return parameters if self.members is None else self.members
 
     @property
     def by_parameter(self) -> bool:
@@ -88,7 +95,7 @@ class StateTensor:
         Of a part or a chunk of the flat index space, all that is here.
         """
         if self.exponents is None:
-            at = frame.layout.offset(i)
+            at = frame.layout.offset(i) - (frame.layout.offset(self.members[0]) if self.members else 0)
             return frame.parameters.shaped(self.tensor, i, at) if self.per == "element" else self.tensor
         if self.factors is not None:
             v = Preconditioner(*self._codes(frame, i), False, self.factors)

@@ -23,10 +23,11 @@ def publish(state: Any, frame: Frame, kept: Sequence[StateTensor], before: Colle
     Returns:
         Names of what is there now.
     """
-    plist, layout, steps = frame.parameters, frame.layout, frame.steps
-    visible = {each.name: each.tensor for each in kept if each.published and each.wanted}
+    plist, steps = frame.parameters, frame.steps
+    visible = {each.name: each for each in kept if each.published and each.wanted}
+    everybody = range(len(plist))
     for i, p in enumerate(plist.owners):
-        parts = {name: plist.shaped(flat, i, layout.offset(i)) for name, flat in visible.items()}
+        parts = {name: each.part(frame, i) for name, each in visible.items() if i in each.of(everybody)}
         if i in plist.masters:
             parts["master"] = plist.dense[i]
         views = {name: plist.published(part, i) for name, part in parts.items()}

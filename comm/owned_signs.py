@@ -1,0 +1,251 @@
+"""Sends each matrix's gradients to its owner, at a bit each, and back to all the signs of what that makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..triton_kernels import Coef, FlatLayout, LiveTable, finish, outer_compress, outer_mean, outer_scales, pack
+from ..triton_kernels.finish import Segments
+from ..triton_kernels.headers import Flag, Word
+from ..triton_kernels.nouns import Header, Places
+from ..triton_kernels.outer import Outer, SentSigns
+from ..triton_kernels.tables import tables_of
+from .absent import Backup, absence, absent_on_all, packed
+from .message import Messages, StepContext, describe_mismatch
+from .owners import Batch, Owners, Shape
+from .reducer import Compress, Reducer
+from .transport import Transport
+from .verdict import Scaled, Verdict, programs_of
+
+Update = Callable[[Sequence[tuple[Batch, Tensor]]], None]
+"""Makes of directions of matrices, one batch [count, rows, columns] each, in place, what all shall move along."""
+
+
+class _Counted(Scaled):
+    """Has a scale for each block of messages: 1 where what a message says counts."""
+
+    def __init__(self, blocks: int, device: torch.device) -> None:
+        self.segment = torch.zeros(blocks, dtype=torch.int32, device=device)
+        self.measured = torch.ones(1, device=device)
+        self.scale, self.settled = (torch.zeros(blocks, device=device) for _ in range(2))
+
+
+class OwnedSigns(Reducer):
+    """Averages matrices on their owners, with error feedback of workers, and sends signs of their update to all.
+
+    A message to an owner has a bit for each element of its matrices, and scales of rows and columns; the one that it
+    sends has bits alone. Owners keep the momentum, and nobody what is lost on the way back: it may be lost, since the
+    update is made anew in each step.
+
+    Args:
+        layout: The flat index space, of matrices alone.
+        shapes: Of each, rows and columns.
+        transport: Connects the ranks.
+        update: What an owner does with the direction of its matrices.
+        shares: The momentum's of itself, and how much of the direction is the newest mean, the rest momentum.
+        compensated: c, float32 [P], of which e is what is left.
+        live: Which elements count.
+
+    Attributes:
+        owners: Who owns what.
+        momentum: Of this rank's matrices, float32 [elements of a message].
+        direction: What ``update`` gets; scratch.
+        places: Where matrices lie.
+        outer: Scales of what this rank sends, as ``compress`` writes them.
+        skipped: Not 0 where the last message has not counted: int32 [1].
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        shapes: Sequence[Shape],
+        transport: Transport,
+        update: Update,
+        shares: tuple[float, float],
+        compensated: Tensor,
+        live: LiveTable,
+    ) -> None:
+        self.layout, self.transport, self._update, self.compensated = layout, transport, update, compensated
+        self.beta, self.lead = shares
+        self.device = device = compensated.device
+        world_size, rank = transport.world_size, transport.rank
+        self.owners = owners = Owners(layout, shapes, world_size, device)
+        own = owners.layout
+        self.to_owners, self.gathered = (Messages(world_size, owners.slots, own, device) for _ in range(2))
+        self.served = Messages(1, owners.slots, own, device)
+        for sent in (self.to_owners, self.served):
+            sent.words[:, Word.SENDER] = rank
+        self.served.scales[:, 0] = 1.0
+        self.momentum, self.direction = (torch.zeros(own.chunk_numel, device=device) for _ in range(2))
+        self._signs = torch.zeros(layout.n_blocks + 1, layout.block_size // 8, dtype=torch.uint8, device=device)
+        self.scale = torch.ones(layout.n_blocks, device=device)
+        self.partials = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
+        self._launch_tables = tables_of(layout, device)
+        self.live, self.places = live, Places.of(layout, self._launch_tables.tensor, live)
+        # What was sent lies in the messages: rows of floats, of which the first one's scales begin at ``front``.
+        width = self.to_owners.nbytes // 4
+        front = self.to_owners.scales.storage_offset()
+        columns = torch.tensor([n for _, n in shapes])
+        table = torch.cat([owners.scales_at(width) + front, columns[None]]).to(device, torch.int32)
+        self.outer = Outer(self.to_owners.buffer.view(torch.float32).view(1, -1), table, Outer.starts(layout).to(device))
+        within = torch.cat([owners.scales_at(0), columns[None]]).to(device, torch.int32)
+        starts = owners.to_messages(torch.cat([self.outer.start, self.outer.start.new_zeros(1)]))
+        mine = slice(rank * own.blocks_per_chunk, (rank + 1) * own.blocks_per_chunk)
+        self._arrived = Outer(self.gathered.scales, within, starts[mine].contiguous())
+        self._tensor_of_slot = owners.tensor_of_slot().to(device)
+        self._place_batches(rank, mine)
+        digest = torch.zeros(1, dtype=torch.int64, device=device)
+        self.verdict = Verdict(device, digest, programs_of(own))
+        self._worker, self._server = _Counted(own.n_blocks, device), _Counted(own.blocks_per_chunk, device)
+        self._unmeasured = Segments.of(self._worker.segment[:0], self._worker.measured)
+        self._no_partials = torch.zeros(2, own.n_blocks, dtype=torch.float64, device=device)
+        self._result_scale = torch.zeros(own.n_blocks, device=device)
+        self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
+        self.arrived_words = torch.zeros_like(self.gathered.words)
+        self._missing: tuple[int, ...] = ()
+        self.backups: list[Backup] = []
+
+    def _place_batches(self, rank: int, mine: slice) -> None:
+        """Make tables of this owner's chunk."""
+        block_tensor = torch.cat([self.places.block_tensor, self.places.block_tensor.new_zeros(1)])
+        row = torch.cat([self.places.live_row, self.places.live_row.new_ones(1)])  # padding: no element counts
+        tables = {"block_tensor": block_tensor, "live_row": row}
+        taken = {name: self.owners.to_messages(table)[mine].contiguous() for name, table in tables.items()}
+        self._chunk = self.places._replace(sizes=(), **taken)
+        self._batches = [(batch, batch.of(self.direction)) for batch in self.owners.batches(rank)]
+
+    @property
+    def bits(self) -> Tensor:
+        """Return the signs of the update, uint8 [1, P / 8]."""
+        return self._signs[:-1].view(1, -1)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Count the bytes of what only serves within a step."""
+        messages = self.to_owners.buffer, self.served.buffer, self.gathered.buffer
+        scratch = *messages, self.direction, self.partials, self._no_partials, self._signs
+        return sum(tensor.nbytes for tensor in scratch)
+
+    # ---------------------------------------------------------------- a step
+
+    def synchronise(self, compress: Compress, context: StepContext) -> None:
+        """Compress, average on owners, update there, and leave the update's signs in ``bits``."""
+        self._write(compress, context)
+        self.transport.all_to_all(self.gathered.buffer, self.to_owners.buffer)
+        self._serve(context)
+        self.transport.all_gather(self.gathered.buffer, self.served.buffer)
+        self._receive(context)
+
+    def compress(self, grads: Sequence[Tensor], coef: Tensor) -> None:
+        """Add gradients to what is left, and write signs and scales of that to the messages: two launches."""
+        verdict, places = self.verdict, self.places
+        how = self.skipped, self.bits, self.partials, verdict.found, verdict.hold
+        outer_compress(grads, places, self.compensated, self.outer, coef, *how)
+        outer_scales(self.compensated, places, self.outer, self.partials, verdict.hold)
+
+    def _write(self, compress: Compress, context: StepContext) -> None:
+        self._keep(tuple(context.missing))
+        verdict = self.verdict
+        verdict.hold = verdict.none if context.hold is None else context.hold
+        verdict.found = verdict.own if context.pending is None else context.pending
+        compress(self)
+        if context.unite is not None:
+            context.unite(verdict.found)
+        self.to_owners.bits.copy_(self.owners.to_messages(self._signs).view(self.transport.world_size, -1))
+        header = self._header(context, int(Flag.ABORT) * context.abort, verdict.found)
+        scales, words = self.to_owners.scales, self.to_owners.words
+        assert verdict.digest is not None
+        work, segment = self._unmeasured, self._worker.segment
+        finish(self._no_partials, work, 0, segment, scales, words, header, verdict.digest, verdict.hold, context.renewal)
+
+    def _serve(self, context: StepContext) -> None:
+        verdict, own = self.verdict, self.to_owners.words[self.transport.rank]
+        arrived = SentSigns(self.gathered.bits, self.gathered.words, own)
+        answer = self.served.words, self._header(context, 0, verdict.agreed)
+        shares = self.beta, self.lead
+        of_chunk = self._chunk, self._arrived, self.momentum, self.direction
+        outer_mean(arrived, *of_chunk, *shares, verdict.hold, verdict.agreed, self.arrived_words, *answer)
+        self._update(self._batches)
+        self.served.bits.copy_(pack(self.direction).view(1, -1))
+        verdict.flags, verdict.absent = verdict.agreed, None
+        if self.backups:
+            verdict.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), verdict.agreed)
+            self.served.absent.copy_(packed(verdict.absent))
+
+    def _receive(self, context: StepContext) -> None:
+        verdict = self.verdict
+        sides, scale = (self._worker, self._server), self._result_scale
+        verdict.receive(self.gathered, self.served, sides, self.transport.rank, scale, context, None)
+        verdict.flags, verdict.hold = verdict.of_all, verdict.none
+        if context.hold is None:
+            self.skipped.copy_(verdict.flags)
+        else:  # what is held back stays as it was, what it was sent with too
+            self.skipped.copy_(torch.where(context.hold != 0, self.skipped, verdict.flags))
+        signs = self.gathered.bits.reshape(self.owners.layout.n_blocks, -1)
+        torch.index_select(torch.nn.functional.pad(signs, (0, 0, 0, 1)), 0, self.owners.back, out=self._signs[:-1])
+
+    def _header(self, context: StepContext, flags: int, pending: Tensor) -> Header:
+        """Return what goes into the headers of this step's messages."""
+        number = context.number
+        assert number is not None
+        step, counter = (0, number) if isinstance(number, Tensor) else (number, None)
+        return Header(step, counter, False, context.tag, flags, pending)
+
+    def _keep(self, missing: tuple[int, ...]) -> None:
+        """Keep what a step is about to change of tensors of which this rank has no gradient."""
+        if missing != self._missing:
+            self.served.absent.zero_()
+            self.to_owners.absent.copy_(absence(self.layout, missing, self.device).bits)
+            self._missing = missing
+        self.backups = []
+        if missing:
+            self.settle()  # so that what is put back needs no scales
+            rows = absence(self.layout, missing, self.device).rows
+            kept = Backup(rows, self.places.block_tensor, [self.compensated])
+            own = torch.isin(self._chunk.block_tensor, torch.tensor(missing, device=self.device)).nonzero().view(-1)
+            self.backups = [kept, Backup(own, self._chunk.block_tensor, [self.momentum])]
+
+    # ---------------------------------------------------------------- between steps
+
+    def refuse(self, flags: Tensor) -> None:
+        known = self.verdict.flags
+        known |= flags
+        self.skipped |= flags
+
+    def restore(self, absent: Tensor) -> None:
+        for backup in self.backups:
+            backup.restore(absent)
+        self.backups = []
+        self.to_owners.scales.mul_(~absent[self._tensor_of_slot])
+
+    def settle(self) -> None:
+        """Form what is left in place: from now on the last message does not count."""
+        nothing, none = [self.compensated[:0]] * len(self.layout.sizes), self.verdict.none
+        coef = torch.ones(max(1, len(nothing)), len(Coef), device=self.device)
+        signs, found = torch.empty_like(self.bits), none.clone()
+        of_last = self.outer, coef, self.skipped, signs, torch.empty_like(self.partials)
+        outer_compress(nothing, self.places, self.compensated, *of_last, found, none)
+        self.skipped.fill_(1)
+
+    def gathered_momentum(self) -> Tensor:
+        """Return the momentum of all matrices, float32 [P]; all ranks call it."""
+        blocks = self.owners.layout.n_blocks + 1
+        rows = torch.zeros(blocks, self.layout.block_size, device=self.device)
+        self.transport.all_gather(rows[:-1].view(self.transport.world_size, -1), self.momentum[None])
+        return rows.index_select(0, self.owners.back).view(-1)
+
+    def take_momentum(self, whole: Tensor) -> None:
+        """Take this owner's part of the momentum of all matrices, float32 [P]."""
+        padded = torch.nn.functional.pad(whole, (0, self.layout.block_size)).view(self.layout.n_blocks + 1, -1)
+        self.momentum.copy_(self.owners.to_messages(padded).view(self.transport.world_size, -1)[self.transport.rank])
+
+    def describe(self) -> str:
+        return describe_mismatch(self.arrived_words)
+
+    def state(self) -> list[Tensor]:
+        held = [self.verdict, self, self._worker, self._server]
+        tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor)]
+        return [*tensors, *self.live]

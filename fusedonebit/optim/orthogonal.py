@@ -1,0 +1,132 @@
+"""Newton-Schulz: turns matrices into orthogonal ones, nearly, by products alone (Jordan, 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.owners import Shape
+from ..core.frame import Frame
+from ..core.members import Members
+from ..core.part import Part
+from ..core.state_tensor import StateTensor
+from ..triton_kernels import FlatLayout, move_along
+
+Coefficients = tuple[float, float, float]
+
+
+def orthogonalised(x: Tensor, coefficients: Coefficients, steps: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """Return for each of ``x`` [count, m, n] nearly the orthogonal matrix nearest to it, as torch.optim.Muon does.
+
+    Singular values become numbers about 1, in steps of x := a*x + (b*A + c*A^2)*x with A = x*x^T, of the smaller side.
+    Three launches a step, whatever the count; on CPUs bit for bit torch's.
+
+    Args:
+        x: Any float dtype.
+        coefficients: a, b and c.
+        steps: How many.
+        eps: The least Frobenius norm by which matrices are divided before.
+        dtype: In which all this is computed.
+
+    Returns:
+        [count, m, n] in ``dtype``.
+    """
+    a, b, c = coefficients
+    tall = x.shape[1] > x.shape[2]
+    x = x.to(dtype)
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def adjustment(rows: int, columns: int, adjust_lr_fn: str) -> float:
+    """Return what a matrix's learning rate is multiplied with, as torch.optim.Muon's ``adjust_lr_fn`` says."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * float(max(rows, columns)) ** 0.5
+    return max(1.0, rows / columns) ** 0.5
+
+
+class Matrices(NamedTuple):
+    """Parameters as matrices; a kernel has a row for each of its outputs."""
+
+    members: Members
+    shapes: Sequence[Shape]
+    """Rows and columns of each, as it lies in memory, where another order of its dimensions is a transpose."""
+    sizes: Sequence[float]
+    """What the learning rate of each is multiplied with."""
+
+    @classmethod
+    def of(cls, members: Members, frame: Frame, adjust_lr_fn: str) -> Matrices:
+        """Return those of an optimizer."""
+        shapes, sizes = list[Shape](), list[float]()
+        for p in members.of(frame.parameters.params):
+            rows = p.shape[0] if p.is_contiguous() else p.shape[-1]
+            shapes.append((rows, p.numel() // rows))
+            sizes.append(adjustment(p.shape[0], p.numel() // p.shape[0], adjust_lr_fn))
+        return cls(members, shapes, sizes)
+
+
+class MuonUpdate(Part):
+    """Muon's update from averaged gradients, as torch.optim.Muon's: what is left of 1-bit Muon on a rank alone.
+
+    Args:
+        frame: Of the optimizer, of matrices alone.
+        matrices: Its parameters.
+        shares: How much of the momentum is the momentum before, and of the direction the newest gradient.
+        orthogonalise: What makes updates of directions [count, rows, columns].
+
+    Attributes:
+        momentum: float32 [P].
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        matrices: Matrices,
+        shares: tuple[float, float],
+        orthogonalise: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._frame, self._shares, self._orthogonalise = frame, shares, orthogonalise
+        self._members, layout = matrices.members, matrices.members.layout
+        self.momentum = torch.zeros(layout.numel, device=frame.device)
+        self._scale = by_block(layout, matrices.sizes).to(frame.device)
+        self._shapes = shapes = list(matrices.shapes)
+        self._alike = [[i for i, own in enumerate(shapes) if own == shape] for shape in dict.fromkeys(shapes)]
+
+    def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
+        """Make one update, as ``averaging.Update``."""
+        frame, members, (beta, newest) = self._frame, self._members, self._shares
+        grads, coef, momenta = members.of(grads), members.of(coef), members.layout.cut(self.momentum)
+        updates: list[Tensor] = [frame.nothing] * len(grads)
+        for own in self._alike:
+            g = torch.stack([grads[i] for i in own])
+            before = torch.stack([momenta[i] for i in own])
+            still = skip != 0
+            if frame.absent is not None:
+                still = still | frame.absent[own, None]
+            after = before.lerp(g, 1 - beta)
+            direction = g.lerp(after, 1 - newest) if newest else after
+            torch._foreach_copy_([momenta[i] for i in own], list(torch.where(still, before, after).unbind(0)))
+            made = self._orthogonalise(direction.view(len(own), *self._shapes[own[0]]))
+            for i, update in zip(own, made.contiguous().unbind(0), strict=True):
+                updates[i] = update
+        how = frame.rounding, members.correction
+        move_along(members.dense, updates, members.places, self._scale, coef, skip, *how)
+
+    def state(self, compressed: bool) -> Sequence[StateTensor]:
+        which = self._members.which
+        return (StateTensor("momentum_buffer", "element", self.momentum, published=True, members=which),)
+
+
+def by_block(layout: FlatLayout, sizes: Sequence[float]) -> Tensor:
+    """Return a number of each tensor for each of its blocks, float32 [B]; of padding 1."""
+    found = torch.ones(layout.n_blocks)
+    for i, size in enumerate(sizes):
+        found[slice(*layout.first_block[i : i + 2])] = size
+    return found
