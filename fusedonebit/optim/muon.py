@@ -35,6 +35,7 @@ from ..triton_kernels.nouns import Divisor, Signs
 from .averaging import Averaged, Update
 from .orthogonal import Coefficients, Matrices, MuonUpdate, by_block, orthogonalised
 from .rest import Rest
+from .whitening import Whitening
 
 COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 """torch.optim.Muon's."""
@@ -159,11 +160,16 @@ class OneBit(Stage):
             flags, exchange.absent_of_rest = self._rest.average(grads, exchange.reducer.verdict.digest, abort)
             context = context._replace(pending=flags.clone())
 
+        if exchange.whitening.due(frame.steps.count.total - 1):
+            exchange.whitening.renew()
+        whitened = exchange.whitening.whitened(members.of(grads))
+
         def compress(part: OwnedSigns) -> None:
-            part.compress(members.of(grads), members.of(agreed.coef))
+            part.compress(whitened, members.of(agreed.coef))
 
         still = exchange.synchronise(compress, context._replace(missing=missing), agreed.coef)
         exchange.apply(still)
+        exchange.whitening.follow()
         if self._rest is not None:
             self._rest.update(self._rest.averages.of_tensors, still, exchange.reducer.flags)
         return exchange.restore_absent()
@@ -185,8 +191,9 @@ class OwnedExchange(Exchange):
         self, frame: Frame, matrices: Matrices, shares: tuple[float, float], orthogonalise: Callable[[Tensor], Tensor]
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
-            for _, direction in batches:
-                direction.copy_(orthogonalise(direction))
+            directions = [direction for _, direction in batches]
+            for direction, raw in zip(directions, self.whitening.back(directions), strict=True):
+                direction.copy_(orthogonalise(raw))
 
         self.members, layout = matrices.members, matrices.members.layout
         self.compensated = torch.zeros(layout.numel, device=frame.device)
@@ -196,6 +203,7 @@ class OwnedExchange(Exchange):
         super().__init__(frame, OwnedSigns(*with_whom, update, shares, self.compensated, self.members.live))
         sizes = [size / max(shape) ** 0.5 for size, shape in zip(matrices.sizes, matrices.shapes, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
+        self.whitening = Whitening(matrices, self.reducer)
 
     def take_verdict(self, coef: Tensor) -> Tensor:
         frame, own, of_rest = self.frame, self.reducer.verdict.absent, self.absent_of_rest
@@ -235,6 +243,7 @@ class OwnedExchange(Exchange):
     def settle(self, compressed: bool = True) -> None:
         """Form what is left, and gather the momentum from its owners; all ranks call it."""
         super().settle()
+        self.whitening.end()
         with self.frame.steps.whole("a look at the momentum"):
             self.whole = self.reducer.gathered_momentum()
 
