@@ -137,7 +137,7 @@ UNCOUNTED = (1.95e19, 2.5e19, -3e19)  # too large a gradient, whose square is fi
 TIES = (1 + 2**-8, -1 - 3 * 2**-8, 1 + 2**-11)  # between two bfloat16, or two float16
 SCALE = (0.0, torch.inf, 1e-45, 3e38)
 EDGES: dict[str, tuple[float, ...]] = {
-    **either("grads added", SPECIAL + UNCOUNTED),
+    **either("grads", SPECIAL + UNCOUNTED),
     **either("params tensors x compensated compensated_numbers exp_avg moments_exp_avg momentum", SPECIAL),
     "values": TIES + SPECIAL,
     **either("exp_avg_sq exp_avg_sq_numbers moments_exp_avg_sq fresh", (0.0, 1e-45, 1e-42, 3e38, torch.inf)),

@@ -6,9 +6,23 @@ from typing import Any
 
 import numpy as np
 from op_arguments import Array, wide
-from op_formulas import EPS32, SMALLEST, Wide, agreed, fits, formula, near, packed, same, sign, unpacked
+from op_formulas import (
+    EPS32,
+    ROUNDED,
+    SMALLEST,
+    SUMMED,
+    Wide,
+    agreed,
+    fits,
+    formula,
+    near,
+    packed,
+    same,
+    sign,
+    unpacked,
+)
 
-from fusedonebit.triton_kernels import LARGEST_GRADIENT
+from fusedonebit.triton_kernels import Coef
 from fusedonebit.triton_kernels.headers import Word
 
 
@@ -28,17 +42,34 @@ def scales(w: Wide, rows: Array) -> Array:
 
 @formula
 def outer_compress(w: Wide, after: Any) -> None:
-    a, old, x = w.before, w.of(w.before.compensated), w.of(w.before.added)
+    a, old, (g, bad) = w.before, w.of(w.before.compensated), w.gradient()
     chunk = np.arange(len(w.owner)) // (len(w.owner) // len(a.bits))
     s = 0.0 * old if int(a.skipped) else scales(w, a.outer.scales.double().numpy()[chunk])
-    old, x = np.where(w.live, old, 0.0), np.where(w.live, x, 0.0)
+    old, x = np.where(w.live, old, 0.0), w.k(Coef.ONE_MINUS_BETA1) * g * w.k(Coef.UNIT)
     e = old if int(a.skipped) else old - s * sign(old)
-    bad = w.live & (~(np.abs(x) <= LARGEST_GRADIENT) | ~fits(e + x))
-    expected = np.where(w.live, e + np.where(bad, 0.0, x), 0.0)
+    bad |= w.live & ~fits(e + x)
+    x = np.where(bad, 0.0, x)
     c = w.of(after.compensated)
-    near(c, expected, np.where(w.live, 4 * EPS32 * (np.abs(old) + s + np.abs(np.where(bad, 0.0, x))) + SMALLEST, 0.0))
+    off = 6 * EPS32 * (np.abs(old) + s + np.abs(x)) + SMALLEST * (1 + w.k(Coef.UNIT))
+    near(c, np.where(w.live, e + x, 0.0), np.where(w.live, off, 0.0))
     same(after.bits, packed(c, after.bits))
+    np.testing.assert_allclose(after.partials, np.abs(w.rows(c)).sum(1), rtol=SUMMED)
     assert int(after.found) == int(a.found) | bool(bad.any())
+
+
+@formula
+def outer_scales(w: Wide, after: Any) -> None:
+    a, c = w.before, np.abs(w.of(w.before.compensated))
+    expected, per_chunk = a.outer.scales.double().numpy(), len(w.owner) // len(a.outer.scales)
+    for t, size in enumerate(a.places.sizes):
+        rows_at, columns_at, columns = a.outer.table[:, t].tolist()
+        if size:
+            blocks = slice(w.starts[t] // w.block, w.starts[t + 1] // w.block)
+            matrix, total = c[w.starts[t] :][:size].reshape(-1, columns), a.partials[blocks].sum().item()
+            row = expected[blocks.start // per_chunk]
+            row[rows_at:columns_at] = matrix.sum(1)
+            row[columns_at:][:columns] = matrix.sum(0) / total if total > 0 else 0.0
+    near(after.outer.scales, expected, (ROUNDED + 2 * SUMMED) * np.abs(expected) + SMALLEST)
 
 
 @formula

@@ -40,6 +40,7 @@ OF_VALUES = {
     "dequantise": {"arrived.scales 1"},
     "outer_compress": {"outer.scales 1"},
     "outer_mean": {"outer.scales 1", "outer.table 1"},
+    "outer_scales": {"outer.scales 0", "outer.scales 1", "tiles 0"},
     "gradient_squares": {"squares 0"},
     **dict.fromkeys(("advance", "rebuild_momentum"), frozenset({"coefficients.groups 0"})),
 }

@@ -7,6 +7,7 @@ travel together are one argument (``nouns``).
 
 from . import nouns, rules
 from .advance import advance
+from .along import move_along
 from .backends import backend, using
 from .close_round import close_round
 from .columns import LARGEST_GRADIENT, Coef, Group, Layer
@@ -25,6 +26,7 @@ from .local_step import local_step, rebuild_momentum
 from .local_update import local_update
 from .marsit_signs import merge_signs, pick_owned, place_owned
 from .outer import outer_compress, outer_mean
+from .outer_scales import outer_scales
 from .parts import close_parts
 from .quantise import dequantise, quantise, requantise, take_back
 from .receive import receive
@@ -78,10 +80,12 @@ __all__ = [
     "local_step",
     "local_update",
     "merge_signs",
+    "move_along",
     "momentum_compress",
     "nouns",
     "outer_compress",
     "outer_mean",
+    "outer_scales",
     "pack",
     "param_squares",
     "pick_owned",

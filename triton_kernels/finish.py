@@ -369,11 +369,11 @@ def norm_left(sums: Tensor) -> Tensor:
     return ordered_sum(sums[ERROR]).clamp(min=0).sqrt().float()
 
 
-def ordered_sum(values: Tensor) -> Tensor:
+def ordered_sum(values: Tensor, lanes: int = LANES) -> Tensor:
     """Sum float64 [..., n] in the order that is the same on all backends: float64 [...]."""
-    lanes = torch.nn.functional.pad(values, (0, -values.shape[-1] % LANES)).unflatten(-1, (-1, LANES))
-    total = torch.zeros_like(values[..., :1]).expand(*values.shape[:-1], LANES)
-    for row in lanes.unbind(-2):
+    rows = torch.nn.functional.pad(values, (0, -values.shape[-1] % lanes)).unflatten(-1, (-1, lanes))
+    total = torch.zeros_like(values[..., :1]).expand(*values.shape[:-1], lanes)
+    for row in rows.unbind(-2):
         total = total + row
     while total.shape[-1] > 1:
         total = total[..., ::2] + total[..., 1::2]

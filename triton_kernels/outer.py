@@ -7,6 +7,7 @@ autotuned: they update in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import torch
@@ -14,15 +15,32 @@ from torch import Tensor
 
 from . import block_io as io
 from . import headers, rules
-from .columns import LARGEST_GRADIENT
-from .eager import Tile, live_mask, only_live, pack, signs, tiles
+from . import user_tensors as users
+from .eager import Tile, gather, live_mask, only_live, pack, signs, tiles
 from .jit import jit, rule, tl
 from .layout import FlatLayout
-from .nouns import Bits, Derived, Flag, Floats, Header, Headers, Indices, PerElement, Places, Table, stride
+from .nouns import (
+    Bits,
+    CoefTable,
+    Derived,
+    DoublePerBlock,
+    Flag,
+    Floats,
+    Header,
+    Headers,
+    Indices,
+    PerElement,
+    Places,
+    Table,
+    Tensors,
+    stride,
+)
 from .op import op
 from .reduce import answer
 
 DIGEST = headers.DIGEST
+ROWS, COLUMNS = 0, 1  # whose scales a tile makes
+LINES = 32  # rows or columns of a tile
 
 
 class Outer(NamedTuple):
@@ -34,7 +52,8 @@ class Outer(NamedTuple):
 
     scales: Annotated[Floats, "rows 1+"]
     table: Annotated[Table, "3 T"]
-    """``rows_at``, ``columns_at``, and how many columns each tensor has, 1 at least."""
+    """``rows_at``, ``columns_at``, and how many columns each tensor has, 1 at least. Scales of rows lie right before
+    those of columns: ``columns_at - rows_at`` is how many rows it has."""
     start: Indices
     """The element of its tensor with which each block begins."""
 
@@ -52,6 +71,23 @@ class Outer(NamedTuple):
         within = torch.arange(layout.n_blocks) - torch.tensor([*layout.first_block[:-1], 0])[layout.block_tensor()]
         within[layout.first_block[-1] :] = 0
         return (within * layout.block_size).int()
+
+    @staticmethod
+    def tiles(sizes: Sequence[int], columns: Sequence[int]) -> Tensor:
+        """Return the work of each program of ``outer_scales``, int32 [programs, 3], none of tensors without elements.
+
+        That is: the tensor, ``ROWS`` or ``COLUMNS``, and the first of ``LINES`` of them.
+
+        Args:
+            sizes: Elements of each tensor.
+            columns: How many columns each has.
+        """
+        found: list[tuple[int, int, int]] = []
+        for t, (size, n) in enumerate(zip(sizes, columns, strict=True)):
+            if size:  # the longest first; those that read the same one after the other
+                found += [(t, COLUMNS, first) for first in range(0, n, LINES)]
+                found += [(t, ROWS, first) for first in range(0, size // n, LINES)]
+        return torch.tensor(found, dtype=torch.int32).view(-1, 3)
 
 
 class SentSigns(NamedTuple):
@@ -81,12 +117,6 @@ class SentSigns(NamedTuple):
 def product(row, column):
     """s of an element: its row's scale times its column's."""
     return row * column
-
-
-@rule
-def increased(e, x, most):
-    """c = e + x; NaN where x is too large to count."""
-    return e + tl.where(tl.abs(x) <= most, x, float("nan"))
 
 
 @rule
@@ -140,77 +170,82 @@ def scales_of(scales: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
 
 @jit()
 def outer_compress_kernel(
-    added, compensated, outer, skipped, bits, bits_stride, found, hold, block_tensor, live, live_row, blocks_per_chunk,
-    most,
-    BLOCK_SIZE: tl.constexpr,
+    grads_table, tensors, compensated, outer, coef, skipped, bits, bits_stride, partials, found, hold, block_tensor,
+    block_start, live, live_row, blocks_per_chunk,
+    GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
-    Bytes per element: 4 for what is added, 4 for c, twice, 1/8 for bits; scales, of which many elements read each.
+    Bytes per element: g, 4 for c, twice, 1/8 for bits; scales, of which many elements read each.
     """
     if tl.load(hold) != 0:
         return
     b = tl.program_id(0).to(tl.int64)
     i = io.elements(BLOCK_SIZE)
+    t, k = io.tensor_of(b, block_tensor, coef)
     row = tl.load(live_row + b)
-    mask = io.counting(live, row, i, BLOCK_SIZE)
     kept = tl.load(compensated + b * BLOCK_SIZE + i)
     if tl.load(skipped) == 0:
-        slots = slots_of(outer, tl.load(block_tensor + b), b, i)
+        slots = slots_of(outer, t, b, i)
+        mask = io.counting(live, row, i, BLOCK_SIZE)
         s = load_scales(outer.scales + b // blocks_per_chunk * outer.scales_stride, slots, mask)
         kept = rules.residual(kept, s, False)
-    c = increased(kept, tl.load(added + b * BLOCK_SIZE + i), most)
-    c = io.only_active(c, mask, row)
+    place = users.place_of(grads_table, tensors, t, block_start, b, BLOCK_SIZE)
+    g = users.load(place, i, io.counting(live, row, i, BLOCK_SIZE), row, GRADS)
+    c = rules.with_gradient(kept, g, k)
+    # The mask is read again, so that no register holds it meanwhile.
+    c = io.only_active(c, io.counting(live, row, i, BLOCK_SIZE), row)
     finite = rules.finite(c)
+    c = tl.where(finite, c, kept)
     bad = io.any_of(~finite)
     if bad != 0:
         tl.atomic_or(found, io.NONFINITE)
-    c = tl.where(finite, c, kept)
     tl.store(compensated + b * BLOCK_SIZE + i, c)
     tl.store(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), io.bytes_of(c >= 0))
+    tl.store(partials + b, io.total_of(tl.abs(c)))
 
 
-@op(
-    outer_compress_kernel,
-    writes=("compensated", "bits", "found"),
-    derive={"most": ("fp32", lambda: LARGEST_GRADIENT)},
-)
+@op(outer_compress_kernel, writes=("compensated", "bits", "partials", "found"))
 def outer_compress(
-    added: PerElement, places: Places, compensated: PerElement, outer: Annotated[Outer, "rows=W"], skipped: Flag,
-    bits: Annotated[Bits, "W P/8/W+"], found: Flag, hold: Flag,
+    grads: Tensors, places: Places, compensated: PerElement, outer: Annotated[Outer, "rows=W"], coef: CoefTable,
+    skipped: Flag, bits: Annotated[Bits, "W P/8/W+"], partials: DoublePerBlock, found: Flag, hold: Flag,
 ) -> None:  # fmt: skip
-    """Compress what is added to matrices with error feedback, to signs: their scales are made of c afterwards.
+    """Compress gradients of matrices with error feedback, to signs: ``outer_scales`` makes their scales of c then.
 
-        e = c - s*sign(c);  c = e + added;  bits = c >= 0
+        e = c - s*sign(c);  c = e + (1 - beta1)*g*unit;  bits = c >= 0
 
-    The residual is deferred as in ``momentum_compress``; sign(0) is 1. An element where ``added`` is not finite, or
-    beyond ``LARGEST_GRADIENT``, or whose new c is not finite, keeps c = e.
+    The residual is deferred as in ``momentum_compress``; sign(0) is 1. An element whose gradient exceeds GRAD_LIMIT, or
+    whose new c is not finite, drops its gradient, and has c = e.
 
     Args:
-        added: What is added, of the whole index space.
+        grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
         places: Elements that do not count get c = 0.
         compensated: c, read and written.
         outer: The scales s that the last message had, a row of each chunk.
+        coef: Coefficients of each tensor, of which ONE_MINUS_BETA1, UNIT and GRAD_LIMIT are read.
         skipped: Not 0 where the last step was: its message counts for nothing, and e = c.
         bits: A row of each chunk, LSB first, written.
-        found: ``NONFINITE`` is set where an element has kept c = e.
+        partials: Written: the sum of |c| of each block.
+        found: ``NONFINITE`` is set where any gradient was dropped.
         hold: Where set nothing is written.
     """
     if hold:
         return
-    for tile in tiles(places.sizes, len(bits), places.block_size, added.device, len(places.block_tensor)):
+    for tile in tiles(places.sizes, len(bits), places.block_size, compensated.device, len(places.block_tensor)):
         here = slice(tile.start, tile.start + tile.numel)
         kept = c = places.rows(compensated[here])
         if not skipped:
             s = scales_of(outer.scales[tile.chunk], slots_of_tile(outer, places, tile))
             kept = rules.residual(c, s, False)
-        new = only_live(increased(kept, places.rows(added[here]), LARGEST_GRADIENT), places, tile)
+        g = gather(grads, tile, places.block_size)
+        new = only_live(rules.with_gradient(kept, g, coef[places.block_tensor[tile.blocks]]), places, tile)
         finite = rules.finite(new)
         if not finite.all():
             new = tl.where(finite, new, kept)
             found |= int(io.NONFINITE)
         c.copy_(new)
         pack(c.view(-1), bits[tile.chunk, tile.bytes])
+        partials[tile.blocks] = c.double().abs_().sum(1)
 
 
 # ---------------------------------------------------------------- a server's

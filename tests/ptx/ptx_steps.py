@@ -36,7 +36,7 @@ SIZES = (9100, 1100, 17, 1, 0)
 """Of tensors of small steps: fourteen blocks, with rows of messages that are no multiples of 16 words, as usually."""
 
 ONE_STORES = r"advance|apply_momentum|follow_level|lamb_\w+|merge_signs|quantise|renew|scale_coefficients"
-LIE_TWICE = r"advance|dequantise|outer_mean|requantise|server_reduce|tell_level"
+LIE_TWICE = r"advance|dequantise|outer_mean|outer_scales|requantise|server_reduce|tell_level"
 REASONS = {
     rf"({ONE_STORES}): an unused load .* another warp": "all warps load what one replaces; the others drop it",
     rf"({LIE_TWICE}): the same again .* another warp": "a vector shorter than a block lies twice",
