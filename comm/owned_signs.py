@@ -74,8 +74,8 @@ class OwnedSigns(Reducer):
         world_size, rank = transport.world_size, transport.rank
         self.owners = owners = Owners(layout, shapes, world_size, device)
         own = owners.layout
-        self.to_owners, self.gathered = (Messages(world_size, owners.slots, own, device) for _ in range(2))
-        self.served = Messages(1, owners.slots, own, device)
+        self.to_owners, self.arrived = (Messages(world_size, owners.slots, own, device) for _ in range(2))
+        self.gathered, self.served = (Messages(count, 1, own, device) for count in (world_size, 1))
         for sent in (self.to_owners, self.served):
             sent.words[:, Word.SENDER] = rank
         self.served.scales[:, 0] = 1.0
@@ -91,10 +91,11 @@ class OwnedSigns(Reducer):
         columns = torch.tensor([n for _, n in shapes])
         table = torch.cat([owners.scales_at(width) + front, columns[None]]).to(device, torch.int32)
         self.outer = Outer(self.to_owners.buffer.view(torch.float32).view(1, -1), table, Outer.starts(layout).to(device))
+        self._tiles = Outer.tiles(layout.sizes, [n for _, n in shapes]).to(device)
         within = torch.cat([owners.scales_at(0), columns[None]]).to(device, torch.int32)
         starts = owners.to_messages(torch.cat([self.outer.start, self.outer.start.new_zeros(1)]))
         mine = slice(rank * own.blocks_per_chunk, (rank + 1) * own.blocks_per_chunk)
-        self._arrived = Outer(self.gathered.scales, within, starts[mine].contiguous())
+        self._arrived = Outer(self.arrived.scales, within, starts[mine].contiguous())
         self._tensor_of_slot = owners.tensor_of_slot().to(device)
         self._place_batches(rank, mine)
         digest = torch.zeros(1, dtype=torch.int64, device=device)
@@ -104,7 +105,7 @@ class OwnedSigns(Reducer):
         self._no_partials = torch.zeros(2, own.n_blocks, dtype=torch.float64, device=device)
         self._result_scale = torch.zeros(own.n_blocks, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
-        self.arrived_words = torch.zeros_like(self.gathered.words)
+        self.arrived_words = torch.zeros_like(self.arrived.words)
         self._missing: tuple[int, ...] = ()
         self.backups: list[Backup] = []
 
@@ -125,8 +126,8 @@ class OwnedSigns(Reducer):
     @property
     def wire_bytes(self) -> int:
         """Count the bytes of what only serves within a step."""
-        messages = self.to_owners.buffer, self.served.buffer, self.gathered.buffer
-        scratch = *messages, self.direction, self.partials, self._no_partials, self._signs
+        sent = self.to_owners, self.arrived, self.served, self.gathered
+        scratch = *(each.buffer for each in sent), self.direction, self.partials, self._no_partials, self._signs
         return sum(tensor.nbytes for tensor in scratch)
 
     # ---------------------------------------------------------------- a step
@@ -134,7 +135,7 @@ class OwnedSigns(Reducer):
     def synchronise(self, compress: Compress, context: StepContext) -> None:
         """Compress, average on owners, update there, and leave the update's signs in ``bits``."""
         self._write(compress, context)
-        self.transport.all_to_all(self.gathered.buffer, self.to_owners.buffer)
+        self.transport.all_to_all(self.arrived.buffer, self.to_owners.buffer)
         self._serve(context)
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
         self._receive(context)
@@ -144,7 +145,7 @@ class OwnedSigns(Reducer):
         verdict, places = self.verdict, self.places
         how = self.skipped, self.bits, self.partials, verdict.found, verdict.hold
         outer_compress(grads, places, self.compensated, self.outer, coef, *how)
-        outer_scales(self.compensated, places, self.outer, self.partials, verdict.hold)
+        outer_scales(self.compensated, places, self.outer, self.partials, self._tiles, verdict.hold)
 
     def _write(self, compress: Compress, context: StepContext) -> None:
         self._keep(tuple(context.missing))
@@ -163,7 +164,7 @@ class OwnedSigns(Reducer):
 
     def _serve(self, context: StepContext) -> None:
         verdict, own = self.verdict, self.to_owners.words[self.transport.rank]
-        arrived = SentSigns(self.gathered.bits, self.gathered.words, own)
+        arrived = SentSigns(self.arrived.bits, self.arrived.words, own)
         answer = self.served.words, self._header(context, 0, verdict.agreed)
         shares = self.beta, self.lead
         of_chunk = self._chunk, self._arrived, self.momentum, self.direction
@@ -172,7 +173,7 @@ class OwnedSigns(Reducer):
         self.served.bits.copy_(pack(self.direction).view(1, -1))
         verdict.flags, verdict.absent = verdict.agreed, None
         if self.backups:
-            verdict.absent = absent_on_all(self.gathered.absent, len(self.layout.sizes), verdict.agreed)
+            verdict.absent = absent_on_all(self.arrived.absent, len(self.layout.sizes), verdict.agreed)
             self.served.absent.copy_(packed(verdict.absent))
 
     def _receive(self, context: StepContext) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .optim.lion import OneBitLion
     from .optim.marsit import MarsitAdam, MarsitSGD
     from .optim.marsit_options import Rounds
+    from .optim.muon import OneBitMuon
     from .optim.onebit_lamb import OneBitLamb
     from .optim.zero_one import ZeroOneAdam
 
@@ -51,6 +52,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",
+    "OneBitMuon",
     "OutOfStepError",
     "Recorder",
     "Rounds",
@@ -85,6 +87,7 @@ _HOMES = {
     ".optim.lion": ["OneBitLion"],
     ".optim.marsit": ["MarsitAdam", "MarsitSGD"],
     ".optim.marsit_options": ["Rounds"],
+    ".optim.muon": ["OneBitMuon"],
     ".optim.onebit_lamb": ["OneBitLamb"],
     ".optim.zero_one": ["ZeroOneAdam"],
     "": ["checkpoint", "comm", "core", "deepspeed", "errors", "integrations", "optim", "triton_kernels"],

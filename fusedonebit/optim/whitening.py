@@ -41,7 +41,9 @@ class Whitening:
         self._batches = reducer.owners.batches(reducer.transport.rank)
         self._white: list[Tensor] = []  # of each of the shapes, float32 [count, n, n]
         self._back: list[Tensor] = []  # of each of the batches, the inverses
-        self._grams: list[Tensor] = []
+        self._followed = False
+        sides = [(batch.count, min(batch.shape)) for batch in self._batches]
+        self._grams = [torch.zeros(count, n, n, device=reducer.device) for count, n in sides]
 
     def due(self, step: int) -> bool:
         """Tell whether a renewal comes before this step, counted from 0, alike on all ranks."""
@@ -66,16 +68,17 @@ class Whitening:
 
     def follow(self) -> None:
         """Follow the Gram matrices of the momenta that this rank owns."""
-        grams = [gram(m) for m in self.back(self._momenta())]
-        self._grams = [old.lerp(new, FOLLOWS) for old, new in zip(self._grams, grams, strict=True)] if self._grams else grams
+        self._followed = True
+        for followed, momenta in zip(self._grams, self.back(self._momenta()), strict=True):
+            followed.lerp_(gram(momenta), FOLLOWS)
 
     def _momenta(self) -> list[Tensor]:
         return [batch.of(self._reducer.momentum) for batch in self._batches]
 
     def renew(self) -> None:
         """Make anew what whitens, and bring to it momenta and residuals; all ranks call it."""
-        if not self._grams:
-            self.follow()
+        if not self._followed:
+            self.follow()  # of a checkpoint the momentum alone is there
         roots = [inverse_root(each) for each in self._grams]
         for m, raw, (white, _) in zip(self._momenta(), self.back(self._momenta()), roots, strict=True):
             m.copy_(times(raw, white))
@@ -123,7 +126,9 @@ class Whitening:
             e = torch.stack([left[i].view(self._shapes[i]) for i in own])
             raw = times(e, torch.linalg.inv_ex(white)[0]).flatten(1)
             torch._foreach_copy_([left[i] for i in own], list(raw.unbind(0)))
-        self.whole, self._white, self._back, self._grams = False, [], [], []
+        self.whole, self._followed, self._white, self._back = False, False, [], []
+        for followed in self._grams:
+            followed.zero_()
 
 
 def times(x: Tensor, side: Tensor) -> Tensor:

@@ -1,0 +1,235 @@
+"""1-bit Muon: torch's Muon on one rank, its reference on several; real ranks and simulated ones."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from fusedonebit import FusedOneBitWarning, OneBitMuon, reference
+from fusedonebit.comm import SimulatedGroup
+from fusedonebit.comm.owners import Owners
+from fusedonebit.optim.muon import COEFFICIENTS
+from fusedonebit.optim.orthogonal import orthogonalised
+from fusedonebit.optim.whitening import EVERY
+from fusedonebit.triton_kernels import FlatLayout
+
+SHAPES = ((20,), (40, 20), (7, 6), (50, 10), (6,), (16, 16), (20, 40), (40, 20))
+REST = (0, 3, 4)
+MATRICES = tuple(i for i in range(len(SHAPES)) if i not in REST)
+LR, DECAY = 1e-2, 0.1
+STEPS = 6
+SEED = 200
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [Parameter((0.3 * torch.randn(shape, generator=draw)).to(dtype)) for shape in SHAPES]
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(SEED + 1000 * step + rank)
+    return [torch.randn(shape, generator=draw) + 0.3 for shape in SHAPES]
+
+
+def made(params: list[Parameter], transport: Any = None, **options: Any) -> OneBitMuon:
+    rest = {"params": [params[i] for i in REST], "algorithm": "adamw", "lr": 3e-3, "weight_decay": 0.01}
+    groups = [rest, {"params": [params[i] for i in MATRICES]}]
+    return OneBitMuon(groups, LR, DECAY, process_group=transport, **options)
+
+
+def train(optimizer: OneBitMuon, params: list[Parameter], rank: int, steps: range) -> None:
+    for step in steps:
+        for p, g in zip(params, gradients(rank, step), strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+
+
+def values(params: list[Parameter]) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+# ---------------------------------------------------------------- nothing is compressed
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 32), (32, 128), (300, 100), (1, 7), (17, 5)])
+def test_newton_schulz_is_torchs_bit_for_bit(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = _zeropower_via_newtonschulz(x.clone(), COEFFICIENTS, 5, 1e-7)
+    assert torch.equal(orthogonalised(x[None], COEFFICIENTS, 5, 1e-7, torch.bfloat16)[0], expected)
+    both = orthogonalised(torch.stack([x, -x]), COEFFICIENTS, 5, 1e-7, torch.bfloat16)
+    torch.testing.assert_close(both[0], expected, rtol=0.0, atol=2.0**-7)
+
+
+@pytest.mark.parametrize("how", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"momentum": 0.8}], ids=str)
+def test_one_rank_is_torchs_muon(how):
+    params, theirs = parameters(), parameters()
+    optimizer = made(params, **how)
+    muon = torch.optim.Muon([theirs[i] for i in MATRICES], LR, DECAY, **how)
+    adamw = torch.optim.AdamW([theirs[i] for i in REST], 3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in range(10):
+        train(optimizer, params, 0, range(step, step + 1))
+        for p, g in zip(theirs, gradients(0, step), strict=True):
+            p.grad = g
+        muon.step()
+        adamw.step()
+    for i in MATRICES:
+        assert torch.equal(optimizer.momentum(params[i]), muon.state[theirs[i]]["momentum_buffer"])
+    for p, other in zip(params, theirs, strict=True):
+        torch.testing.assert_close(p, other, rtol=0.0, atol=1e-6)
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def expected(workers: int, steps: int) -> list[Tensor]:
+    """Return what the reference makes of the matrices in float64, and torch's AdamW of the rest."""
+    params = [p.double() for p in values(parameters())]
+    states = {i: reference.MuonState(params[i], workers) for i in MATRICES}
+    rest = [Parameter(params[i]) for i in REST]
+    adamw = torch.optim.AdamW(rest, 3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in range(steps):
+        each = [[g.double() for g in gradients(rank, step)] for rank in range(workers)]
+        for i, s in states.items():
+            if step and (step & (step - 1) == 0 or step % EVERY == 0):
+                reference.whiten(s)
+            size = max(1.0, SHAPES[i][0] / SHAPES[i][1]) ** 0.5
+            reference.onebit_muon(s, torch.stack([g[i] for g in each]), gamma=LR * size, decay=DECAY / size)
+        for p, i in zip(rest, REST, strict=True):
+            p.grad = torch.stack([g[i] for g in each]).mean(0)
+        adamw.step()
+    found = {i: s.x for i, s in states.items()} | dict(zip(REST, rest, strict=True))
+    return [found[i].detach() for i in range(len(SHAPES))]
+
+
+def follow(rank: int, transport: Any, steps: int = STEPS) -> tuple[list[Tensor], dict[str, Any]]:
+    params = parameters()
+    optimizer = made(params, transport, ns_dtype=torch.float64)
+    train(optimizer, params, rank, range(steps))
+    return values(params), optimizer.stats()
+
+
+def on_real_ranks(rank: int, world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
+    return follow(rank, None)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_ranks_follow_the_reference(workers):
+    """To rounding: with these gradients no sign hangs on that."""
+    results = run_ranks(on_real_ranks, workers)
+    wanted = expected(workers, STEPS)
+    for found, stats in results:
+        for p, first, x in zip(found, results[0][0], wanted, strict=True):
+            assert torch.equal(p, first)
+            torch.testing.assert_close(p.double(), x, rtol=0.0, atol=1e-6)
+        assert stats["phase"] == "one-bit"
+    largest = max(float((p.double() - x).abs().max()) for p, x in zip(results[0][0], wanted, strict=True))
+    print(f"{workers} ranks, {STEPS} steps: largest difference {largest:.1e}; a sign would be {2 * LR / 50**0.5:.0e}")
+
+
+def test_nothing_is_lost():
+    """At momentum 0 the momentum is what has arrived: that and what is left are all there was."""
+
+    def run(rank: int, transport: Any) -> list[tuple[Tensor, Tensor]]:
+        params, told = parameters(), []
+        optimizer = made(params, transport, momentum=0.0, nesterov=False)
+        for step in range(6):
+            train(optimizer, params, rank, range(step, step + 1))
+            state = optimizer.state_dict()["state"]
+            first = len(REST)
+            told.append((state[first]["worker_error"].clone(), state[first]["momentum_buffer"].clone()))
+        return told
+
+    each = SimulatedGroup(3).run(run)
+    before = torch.zeros(SHAPES[MATRICES[0]])
+    for step in range(6):
+        left = torch.stack([told[step][0].view(before.shape) for told in each]).mean(0)
+        given = torch.stack([gradients(rank, step)[MATRICES[0]] for rank in range(3)]).mean(0)
+        torch.testing.assert_close(left + each[0][step][1], before + given, rtol=0.0, atol=2e-5)
+        before = left
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_resumed_run_is_the_same(workers):
+    def run(rank: int, transport: Any) -> None:
+        params = parameters()
+        optimizer = made(params, transport)
+        train(optimizer, params, rank, range(5))
+        saved, at = copy.deepcopy(optimizer.state_dict()), values(params)
+        train(optimizer, params, rank, range(5, 9))
+        others = [Parameter(x) for x in at]
+        resumed = made(others, transport)
+        resumed.load_state_dict(saved)
+        train(resumed, others, rank, range(5, 9))
+        assert all(map(torch.equal, params, others))
+
+    SimulatedGroup(workers).run(run)
+
+
+def test_a_bad_gradient_stops_all_and_an_absent_one_its_own():
+    def run(rank: int, transport: Any) -> list[list[bool]]:
+        params, moved = parameters(), []
+        optimizer = made(params, transport)
+        for step in range(6):
+            for p, g in zip(params, gradients(rank, step), strict=True):
+                p.grad = g
+            if rank == 1 and step in (2, 3):
+                grad = params[REST[0] if step == 3 else MATRICES[0]].grad
+                assert grad is not None
+                grad.view(-1)[0] = float("nan")
+            if step == 4:
+                params[REST[0]].grad = params[MATRICES[1]].grad = None
+            before = values(params)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FusedOneBitWarning)
+                optimizer.step()
+            moved.append([not torch.equal(p, x) for p, x in zip(params, before, strict=True)])
+        assert optimizer.stats()["skipped_steps"] == 2
+        return moved
+
+    for moved in SimulatedGroup(3).run(run):
+        assert not any(moved[2]) and not any(moved[3]) and all(moved[5])
+        assert [i for i, m in enumerate(moved[4]) if not m] == sorted((REST[0], MATRICES[1]))
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def test_bytes_of_a_parameter_are_counted():
+    """340M parameters, of which 302M are matrices, on 8 ranks."""
+    shapes = [shape for _ in range(24) for shape in ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096))]
+    parameters_of_matrices = sum(m * n for m, n in shapes)
+    owners = Owners(FlatLayout(tuple(m * n for m, n in shapes), 1, 1024), shapes, 8, torch.device("cpu"))
+    bits = owners.layout.numel / 8
+    signs, scales = 2 * bits / parameters_of_matrices, 4 * 8 * owners.slots / parameters_of_matrices
+    longest = max(sum(min(shapes[i]) ** 2 for i in owned) for owned in owners.owned)
+    whitening = 4 * 8 * longest / EVERY / parameters_of_matrices
+    print(f"bytes per parameter of matrices and step: {signs:.3f} signs, {scales:.4f} scales, {whitening:.4f} whitening")
+    print(f"work of a rank, as a share of the equal one: {owners.share * 8:.2f}")
+    assert signs + scales + whitening <= 0.27
+    assert owners.share <= 1.1 / 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"algorithm": "lion"}, "algorithm must be 'muon' or 'adamw', got 'lion'"),
+        ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        OneBitMuon([Parameter(torch.zeros(8, 8))], **wrong)
+
+
+def test_vectors_need_a_group():
+    with pytest.raises(ValueError, match=r'parameter 0 has shape \(8,\): put vectors.*algorithm="adamw"'):
+        OneBitMuon([Parameter(torch.zeros(8))])
