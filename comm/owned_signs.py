@@ -87,13 +87,14 @@ class OwnedSigns(Reducer):
         self.live, self.places = live, Places.of(layout, self._launch_tables.tensor, live)
         # What was sent lies in the messages: rows of floats, of which the first one's scales begin at ``front``.
         width = self.to_owners.nbytes // 4
-        front = self.to_owners.scales.storage_offset()
-        columns = torch.tensor([n for _, n in shapes])
-        table = torch.cat([owners.scales_at(width) + front, columns[None]]).to(device, torch.int32)
-        self.outer = Outer(self.to_owners.buffer.view(torch.float32).view(1, -1), table, Outer.starts(layout).to(device))
+        front = int(self.to_owners.scales.storage_offset())
+        columns = torch.tensor([[n for _, n in shapes]])
+        table = torch.cat([owners.scales_at(width) + front, columns]).to(device, torch.int32)
+        floats, start = self.to_owners.buffer.view(torch.float32).view(1, -1), Outer.starts(layout).to(device)
+        self.outer = Outer(floats, table, start)
         self._tiles = Outer.tiles(layout.sizes, [n for _, n in shapes]).to(device)
-        within = torch.cat([owners.scales_at(0), columns[None]]).to(device, torch.int32)
-        starts = owners.to_messages(torch.cat([self.outer.start, self.outer.start.new_zeros(1)]))
+        within = torch.cat([owners.scales_at(0), columns]).to(device, torch.int32)
+        starts = owners.to_messages(torch.cat([start, start.new_zeros(1)]))
         mine = slice(rank * own.blocks_per_chunk, (rank + 1) * own.blocks_per_chunk)
         self._arrived = Outer(self.arrived.scales, within, starts[mine].contiguous())
         self._tensor_of_slot = owners.tensor_of_slot().to(device)
@@ -111,11 +112,11 @@ class OwnedSigns(Reducer):
 
     def _place_batches(self, rank: int, mine: slice) -> None:
         """Make tables of this owner's chunk."""
-        block_tensor = torch.cat([self.places.block_tensor, self.places.block_tensor.new_zeros(1)])
-        row = torch.cat([self.places.live_row, self.places.live_row.new_ones(1)])  # padding: no element counts
-        tables = {"block_tensor": block_tensor, "live_row": row}
-        taken = {name: self.owners.to_messages(table)[mine].contiguous() for name, table in tables.items()}
-        self._chunk = self.places._replace(sizes=(), **taken)
+        block_tensor, live_row = self.places.block_tensor, self.places.live_row
+        of_padding = block_tensor.new_zeros(1), live_row.new_ones(1)  # no element counts
+        each = [torch.cat(pair) for pair in zip((block_tensor, live_row), of_padding, strict=True)]
+        owner, row = (self.owners.to_messages(table)[mine].contiguous() for table in each)
+        self._chunk = self.places._replace(sizes=(), block_tensor=owner, live_row=row)
         self._batches = [(batch, batch.of(self.direction)) for batch in self.owners.batches(rank)]
 
     @property
@@ -160,7 +161,9 @@ class OwnedSigns(Reducer):
         scales, words = self.to_owners.scales, self.to_owners.words
         assert verdict.digest is not None
         work, segment = self._unmeasured, self._worker.segment
-        finish(self._no_partials, work, 0, segment, scales, words, header, verdict.digest, verdict.hold, context.renewal)
+        finish(
+            self._no_partials, work, 0, segment, scales, words, header, verdict.digest, verdict.hold, context.renewal
+        )
 
     def _serve(self, context: StepContext) -> None:
         verdict, own = self.verdict, self.to_owners.words[self.transport.rank]

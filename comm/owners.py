@@ -51,16 +51,16 @@ class Batch(NamedTuple):
     """Matrices of one shape that a rank owns, one behind the other in its message."""
 
     shape: Shape
-    count: int
+    number: int
     first: int
     """The first one's first element."""
     step: int
     """From one's first element to the next one's."""
 
     def of(self, elements: Tensor) -> Tensor:
-        """View ``elements`` of a message as matrices [count, rows, columns]."""
+        """View ``elements`` of a message as matrices [number, rows, columns]."""
         first = elements.storage_offset() + self.first
-        return elements.as_strided((self.count, *self.shape), (self.step, self.shape[1], 1), first)
+        return elements.as_strided((self.number, *self.shape), (self.step, self.shape[1], 1), first)
 
 
 class Owners:

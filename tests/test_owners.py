@@ -46,7 +46,9 @@ def test_scales_lie_apart() -> None:
     width, taken = 10_000, set[int]()
     for (rows, columns), (m, n) in zip(owners.scales_at(width).T.tolist(), shapes, strict=True):
         mine = {*range(rows, rows + m), *range(columns, columns + n)}
-        assert len(mine) == m + n and not mine & taken and all(0 < at % width < owners.slots for at in mine)
+        assert len(mine) == m + n
+        assert not mine & taken
+        assert all(0 < at % width < owners.slots for at in mine)
         taken |= mine
 
 

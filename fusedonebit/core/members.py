@@ -1,9 +1,9 @@
-"""Some of an optimizer's parameters, which lie one behind the other: an index space of their own within the flat one."""
+"""Some of an optimizer's parameters, which lie one behind the other: an index space within the flat one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from torch import Tensor
 
@@ -40,7 +40,13 @@ class Members:
     def __bool__(self) -> bool:
         return bool(self.which)
 
-    def of(self, each: Sequence[T]) -> Sequence[T]:
+    @overload
+    def of(self, each: Tensor) -> Tensor: ...
+
+    @overload
+    def of(self, each: Sequence[T]) -> Sequence[T]: ...
+
+    def of(self, each: Tensor | Sequence[T]) -> Tensor | Sequence[T]:
         """Return what they have of something that there is for each parameter."""
         return each[self._slice]
 

@@ -330,7 +330,7 @@ class CoefficientTable:
                 float(group.get("weight_decay", 0.0)),
                 -1.0 if group["maximize"] else 1.0,
                 float(_betas(group)[1]) if betas is None else betas[i],
-                self.bias_correction and not ("betas" in group and _accumulates(group)),
+                float(self.bias_correction and not ("betas" in group and _accumulates(group))),
                 *(float(group[name]) for name in self.columns.values()),
             )
             for i, group in enumerate(groups)
@@ -371,7 +371,7 @@ class CoefficientTable:
         decay: float,
         sign: float,
         variance_beta2: float,
-        corrects: bool,
+        corrects: float,
         *further: float,
     ) -> list[float]:
         """Return what the tensors of a group have in common: ``Coef``, then ``Group``."""

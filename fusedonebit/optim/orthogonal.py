@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,8 +49,8 @@ def orthogonalised(x: Tensor, coefficients: Coefficients, steps: int, eps: float
 def adjustment(rows: int, columns: int, adjust_lr_fn: str) -> float:
     """Return what a matrix's learning rate is multiplied with, as torch.optim.Muon's ``adjust_lr_fn`` says."""
     if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * float(max(rows, columns)) ** 0.5
-    return max(1.0, rows / columns) ** 0.5
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
 
 
 class Matrices(NamedTuple):

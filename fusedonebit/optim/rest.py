@@ -1,4 +1,4 @@
-"""Parameters that an optimizer of matrices trains by AdamW, on exact averages: vectors, the first and the last layer."""
+"""What an optimizer of matrices trains by AdamW, on exact averages: vectors, the first and the last layer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Rest(Part):
         self.moments = Moments(m, v)
         self.averages = Averages(members.layout, frame.ranks.transport, frame.device)
 
-    def average(self, grads: Sequence[Tensor], digest: Tensor, abort: bool) -> tuple[Tensor, Tensor | None]:
+    def average(self, grads: Sequence[Tensor], digest: Tensor | None, abort: bool) -> tuple[Tensor, Tensor | None]:
         """Average the members' gradients, still scaled; return as ``Averages.add_up``."""
         frame, members = self._frame, self._members
         tag, number = frame.coefficients.tag ^ members.layout.fingerprint, frame.steps.count.total
-        of_members = len(members.which), members.missing
-        handshake = Handshake(frame.ranks.transport.world_size, number, tag, *of_members, False)
+        ranks, count = frame.ranks.transport.world_size, len(members.which)
+        handshake = Handshake(ranks, number, tag, count, members.missing, False)
         how = {"abort": abort, "averaged": False}
         return self.averages.add_up(members.of(grads), handshake, NO_SCALE, frame.steps.updates, digest, **how)
 
@@ -47,17 +47,20 @@ class Rest(Part):
 
     def update(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor) -> None:
         """Update from the members' averaged gradients, unless ``skip`` is set."""
-        members = self._members
-        coef = members.of(coef)
-        how = (None, self._frame.rounding, None, None, self._members.correction)
-        adam_update(members.dense, grads, members.places, self.moments, coef, skip, *how)
+        members, rounding = self._members, self._frame.rounding
+        adam_update(
+            *(members.dense, grads, members.places, self.moments, members.of(coef), skip),
+            *(None, rounding, None, None, members.correction),
+        )
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         """Return both moments, as AdamW's."""
-        m, v, _, _ = self.moments
-        of_members = {"published": True, "members": self._members.which}
-        m = StateTensor("exp_avg", "element", m, **of_members)
-        return m, StateTensor("exp_avg_sq", "element", v, not_negative=True, **of_members)
+        which = self._members.which
+        m = StateTensor("exp_avg", "element", self.moments.exp_avg, published=True, members=which)
+        v = StateTensor(
+            "exp_avg_sq", "element", self.moments.exp_avg_sq, published=True, not_negative=True, members=which
+        )
+        return m, v
 
     def held(self) -> Sequence[Tensor]:
         return self.averages.held()

@@ -37,12 +37,14 @@ class Whitening:
 
     def __init__(self, matrices: Matrices, reducer: OwnedSigns) -> None:
         self._reducer, self._shapes, self.whole = reducer, list(matrices.shapes), False
-        self._alike = [[i for i, own in enumerate(self._shapes) if own == shape] for shape in dict.fromkeys(self._shapes)]
+        self._alike = [
+            [i for i, own in enumerate(self._shapes) if own == shape] for shape in dict.fromkeys(self._shapes)
+        ]
         self._batches = reducer.owners.batches(reducer.transport.rank)
         self._white: list[Tensor] = []  # of each of the shapes, float32 [count, n, n]
         self._back: list[Tensor] = []  # of each of the batches, the inverses
         self._followed = False
-        sides = [(batch.count, min(batch.shape)) for batch in self._batches]
+        sides = [(batch.number, min(batch.shape)) for batch in self._batches]
         self._grams = [torch.zeros(count, n, n, device=reducer.device) for count, n in sides]
 
     def due(self, step: int) -> bool:
@@ -64,7 +66,9 @@ class Whitening:
 
     def back(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return directions [count, rows, columns] of an owner's batches as they were before they were whitened."""
-        return [times(x, back) for x, back in zip(directions, self._back, strict=True)] if self.whole else list(directions)
+        return (
+            [times(x, back) for x, back in zip(directions, self._back, strict=True)] if self.whole else list(directions)
+        )
 
     def follow(self) -> None:
         """Follow the Gram matrices of the momenta that this rank owns."""
