@@ -127,16 +127,29 @@ class Both(NamedTuple):
 
 
 class OneBitMuon(DistributedOptimizer):
-    r"""Muon at a bit each way, from the first step on.
+    r"""Muon whose matrices travel at a bit each way, from the first step on.
 
     .. math::
-        c_i \leftarrow e_i + g_i, \quad \hat c_i = C(c_i), \quad e_i \leftarrow c_i - \hat c_i, \quad
-        m \leftarrow \mu m + (1 - \mu) \bar{\hat c}, \quad
-        x \leftarrow x - \gamma (\mathrm{sgn}(NS(a \bar{\hat c} + (1 - a) m)) / \sqrt{\max(A, B)} + \lambda x)
+        c_i = e_i + g_i P, \quad e_i \leftarrow c_i - C(c_i), \quad
+        d = \tfrac{1}{W} \textstyle\sum_i C(c_i), \quad m \leftarrow \mu m + (1 - \mu) d, \quad
+        x \leftarrow x - \gamma (s \, \mathrm{sgn}(O((a d + (1 - a) m) P^{-1})) + \lambda x)
+
+    with O Newton-Schulz, s its update's root mean square, and P the inverse root of the momentum's Gram matrix, which
+    owners make anew every 100 steps (``fusedonebit.reference.onebit_muon``). C keeps signs and scales of rows and
+    columns. Each matrix has an owner, which alone has its momentum, and orthogonalises it; a is 0.1, since error
+    feedback delays gradients. There is no warm-up, and no variance. A rank alone sends nothing: it is torch's Muon.
+
+    Vectors, embeddings and the last layer are trained by AdamW, on averages in float32, in groups that say so::
+
+        OneBitMuon([{"params": matrices}, {"params": others, "algorithm": "adamw", "lr": 3e-4}], lr=0.02)
 
     Args:
-        params, process_group, numerics, wire, faults: As for ``OneBitAdam``.
-        lr: As torch.optim.Muon's; so are the others of its names.
+        params, process_group, numerics, wire, faults: As for ``OneBitAdam``. A tensor of more than two dimensions is a
+            matrix with a row for each of its first one.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: As torch.optim.Muon's;
+            momentum is the same in all groups.
+        algorithm: "muon", or "adamw", of groups.
+        betas: AdamW's; its eps is 1e-8.
         ns_dtype: In which Newton-Schulz computes.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't.
     """
