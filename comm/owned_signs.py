@@ -80,7 +80,10 @@ class OwnedSigns(Reducer):
             sent.words[:, Word.SENDER] = rank
         self.served.scales[:, 0] = 1.0
         self.momentum, self.direction = (torch.zeros(own.chunk_numel, device=device) for _ in range(2))
-        self._signs = torch.zeros(layout.n_blocks + 1, layout.block_size // 8, dtype=torch.uint8, device=device)
+        # What this rank has compressed, and what all are told, a row for each block.
+        self._signs, self._told = (
+            torch.zeros(layout.n_blocks, layout.block_size // 8, dtype=torch.uint8, device=device) for _ in range(2)
+        )
         self.scale = torch.ones(layout.n_blocks, device=device)
         self.partials = torch.zeros(layout.n_blocks, dtype=torch.float64, device=device)
         self._launch_tables = tables_of(layout, device)
@@ -105,7 +108,7 @@ class OwnedSigns(Reducer):
         self._unmeasured = Segments.of(self._worker.segment[:0], self._worker.measured)
         self._no_partials = torch.zeros(2, own.n_blocks, dtype=torch.float64, device=device)
         self._result_scale = torch.zeros(own.n_blocks, device=device)
-        self.skipped = torch.zeros(1, dtype=torch.int32, device=device)
+        self.skipped = self.verdict.of_all
         self.arrived_words = torch.zeros_like(self.arrived.words)
         self._missing: tuple[int, ...] = ()
         self.backups: list[Backup] = []
@@ -122,13 +125,20 @@ class OwnedSigns(Reducer):
     @property
     def bits(self) -> Tensor:
         """Return the signs of the update, uint8 [1, P / 8]."""
-        return self._signs[:-1].view(1, -1)
+        return self._told.view(1, -1)
 
     @property
     def wire_bytes(self) -> int:
         """Count the bytes of what only serves within a step."""
         sent = self.to_owners, self.arrived, self.served, self.gathered
-        scratch = *(each.buffer for each in sent), self.direction, self.partials, self._no_partials, self._signs
+        scratch = (
+            *(each.buffer for each in sent),
+            self.direction,
+            self.partials,
+            self._no_partials,
+            self._signs,
+            self._told,
+        )
         return sum(tensor.nbytes for tensor in scratch)
 
     # ---------------------------------------------------------------- a step
@@ -144,7 +154,7 @@ class OwnedSigns(Reducer):
     def compress(self, grads: Sequence[Tensor], coef: Tensor) -> None:
         """Add gradients to what is left, and write signs and scales of that to the messages: two launches."""
         verdict, places = self.verdict, self.places
-        how = self.skipped, self.bits, self.partials, verdict.found, verdict.hold
+        how = self.skipped, self._signs.view(1, -1), self.partials, verdict.found, verdict.hold
         outer_compress(grads, places, self.compensated, self.outer, coef, *how)
         outer_scales(self.compensated, places, self.outer, self.partials, self._tiles, verdict.hold)
 
@@ -156,7 +166,7 @@ class OwnedSigns(Reducer):
         compress(self)
         if context.unite is not None:
             context.unite(verdict.found)
-        self.to_owners.bits.copy_(self.owners.to_messages(self._signs).view(self.transport.world_size, -1))
+        self._by_block(self.to_owners).index_put_(self.owners.back, self._signs)
         header = self._header(context, int(Flag.ABORT) * context.abort, verdict.found)
         scales, words = self.to_owners.scales, self.to_owners.words
         assert verdict.digest is not None
@@ -173,23 +183,26 @@ class OwnedSigns(Reducer):
         of_chunk = self._chunk, self._arrived, self.momentum, self.direction
         outer_mean(arrived, *of_chunk, *shares, verdict.hold, verdict.agreed, self.arrived_words, *answer)
         self._update(self._batches)
-        self.served.bits.copy_(pack(self.direction).view(1, -1))
+        pack(self.direction, self.served.bits[0])
         verdict.flags, verdict.absent = verdict.agreed, None
         if self.backups:
             verdict.absent = absent_on_all(self.arrived.absent, len(self.layout.sizes), verdict.agreed)
             self.served.absent.copy_(packed(verdict.absent))
 
     def _receive(self, context: StepContext) -> None:
-        verdict = self.verdict
+        verdict, before = self.verdict, self.skipped if context.hold is None else self.skipped.clone()
         sides, scale = (self._worker, self._server), self._result_scale
         verdict.receive(self.gathered, self.served, sides, self.transport.rank, scale, context, None)
         verdict.flags, verdict.hold = verdict.of_all, verdict.none
         if context.hold is None:
-            self.skipped.copy_(verdict.flags)
+            self.skipped = verdict.of_all
         else:  # what is held back stays as it was, what it was sent with too
-            self.skipped.copy_(torch.where(context.hold != 0, self.skipped, verdict.flags))
-        signs = self.gathered.bits.reshape(self.owners.layout.n_blocks, -1)
-        torch.index_select(torch.nn.functional.pad(signs, (0, 0, 0, 1)), 0, self.owners.back, out=self._signs[:-1])
+            self.skipped = torch.where(context.hold != 0, before, verdict.of_all)
+        self._told = self._by_block(self.gathered)[self.owners.back]
+
+    def _by_block(self, messages: Messages) -> Tensor:
+        """Return the bits of messages, [W, blocks, bytes]."""
+        return messages.bits.unflatten(1, (-1, self.layout.block_size // 8))
 
     def _header(self, context: StepContext, flags: int, pending: Tensor) -> Header:
         """Return what goes into the headers of this step's messages."""
@@ -217,7 +230,8 @@ class OwnedSigns(Reducer):
     def refuse(self, flags: Tensor) -> None:
         known = self.verdict.flags
         known |= flags
-        self.skipped |= flags
+        if self.skipped is not known:
+            self.skipped = self.skipped | flags
 
     def restore(self, absent: Tensor) -> None:
         for backup in self.backups:
@@ -229,17 +243,20 @@ class OwnedSigns(Reducer):
         """Form what is left in place: from now on the last message does not count."""
         nothing, none = [self.compensated[:0]] * len(self.layout.sizes), self.verdict.none
         coef = torch.ones(max(1, len(nothing)), len(Coef), device=self.device)
-        signs, found = torch.empty_like(self.bits), none.clone()
+        signs, found = torch.empty_like(self._told).view(1, -1), none.clone()
         of_last = self.outer, coef, self.skipped, signs, torch.empty_like(self.partials)
         outer_compress(nothing, self.places, self.compensated, *of_last, found, none)
-        self.skipped.fill_(1)
+        self.keep_all()
+
+    def keep_all(self) -> None:
+        """Take c for what is left: it was settled."""
+        self.skipped = torch.ones_like(self.verdict.none)
 
     def gathered_momentum(self) -> Tensor:
         """Return the momentum of all matrices, float32 [P]; all ranks call it."""
-        blocks = self.owners.layout.n_blocks + 1
-        rows = torch.zeros(blocks, self.layout.block_size, device=self.device)
-        self.transport.all_gather(rows[:-1].view(self.transport.world_size, -1), self.momentum[None])
-        return rows.index_select(0, self.owners.back).view(-1)
+        rows = torch.zeros(self.transport.world_size, len(self.momentum), device=self.device)
+        self.transport.all_gather(rows, self.momentum[None])
+        return rows.unflatten(1, (-1, self.layout.block_size))[self.owners.back].view(-1)
 
     def take_momentum(self, whole: Tensor) -> None:
         """Take this owner's part of the momentum of all matrices, float32 [P]."""

@@ -76,7 +76,7 @@ class Owners:
         owned: The matrices of each owner, in the order of its message.
         layout: Of the messages, one chunk each.
         slots: Scales in each message: one for all, then of each matrix those of its rows and of its columns.
-        back: Of each block of the index space where messages have it, int64 [B]; of padding behind their end.
+        back: Of each block of the index space the message that has it, and which it is there: int64 [B] each.
         share: The largest owner's part of the work of all.
     """
 
@@ -92,16 +92,17 @@ class Owners:
         self.share = max(loads) / max(1, sum(loads))
         # Padding of messages comes from behind the last block: from one of zeros.
         self._from = torch.full((world_size * length,), layout.n_blocks, dtype=torch.int64)
-        self.back = torch.full((layout.n_blocks,), world_size * length, dtype=torch.int64)
+        back = torch.zeros(2, layout.n_blocks, dtype=torch.int64)
         self._at, self._slot = [0] * len(shapes), [0] * len(shapes)
         for k, own in enumerate(self.owned):
             at, slot = k * length, 1
             for i in own:
                 self._from[at : at + blocks[i]] = torch.arange(first[i], first[i + 1])
-                self.back[first[i] : first[i + 1]] = torch.arange(at, at + blocks[i])
+                back[0, first[i] : first[i + 1]] = k
+                back[1, first[i] : first[i + 1]] = torch.arange(at, at + blocks[i]) - k * length
                 self._at[i], self._slot[i] = (at - k * length) * block, slot
                 at, slot = at + blocks[i], slot + sum(shapes[i])
-        self._from, self.back = self._from.to(device), self.back.to(device)
+        self._from, self.back = self._from.to(device), tuple(back.to(device))
 
     def batches(self, rank: int) -> list[Batch]:
         """Return the batches of one owner's matrices."""

@@ -69,8 +69,8 @@ def _unpack(bits: Annotated[Bits, "n/8"], x: Annotated[AnyTensor, "n"]) -> None:
     x.copy_(eager.signs(bits, 1).view(-1))
 
 
-def pack(x: Tensor) -> Tensor:
-    """Pack the signs of ``x`` (a float dtype, n elements, n a multiple of 8) to uint8 [n / 8].
+def pack(x: Tensor, bits: Tensor | None = None) -> Tensor:
+    """Pack the signs of ``x`` (a float dtype, n elements, n a multiple of 8) to uint8 [n / 8], ``bits`` if given.
 
     Bit ``i % 8`` of byte ``i // 8``, least significant first, is 1 where ``x[i] >= 0``; so -0.0
     counts as +1, as 0.0 does, and a NaN as -1.
@@ -80,7 +80,8 @@ def pack(x: Tensor) -> Tensor:
     """
     if x.numel() % 8:
         raise ValueError(f"x must have a multiple of 8 elements, got {x.numel()}; pad it")
-    bits = torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
+    if bits is None:
+        bits = torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
     _pack(x.reshape(-1), bits)
     return bits
 

@@ -141,5 +141,5 @@ class OwnedExchange(Exchange):
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         self.reducer.take_momentum(self.whole)
-        self.reducer.skipped.fill_(1)  # what is left was settled
+        self.reducer.keep_all()
         self.whole = self.frame.nothing
