@@ -22,6 +22,7 @@ from fusedonebit import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
+    OneBitMuon,
     Rounds,
     Wire,
     ZeroOneAdam,
@@ -94,7 +95,22 @@ PAPER |= {"variance_floor": 0.0, "guard": "off"}
 # ten times the last uncompressed one, and the guard rightly refuses them. Tests of something else turn it off.
 UNGUARDED: dict[str, Any] = {"guard": "off"}
 
-EVERY = (AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam)
+EVERY = (AdamW, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitLion, OneBitMuon, ZeroOneAdam)
+
+
+def muon(params: Any, *args: Any, **options: Any) -> OneBitMuon:
+    """Make one of parameters, or groups, whose vectors AdamW trains."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    made = []
+    for group in groups:
+        each = list(group["params"])
+        for vectors in (False, True):
+            chosen = [p for p in each if (p.dim() < 2) == vectors]
+            if chosen:
+                made.append({**group, "params": chosen, "algorithm": "adamw" if vectors else "muon"})
+    return OneBitMuon(made, *args, **options)
+
 
 MAKE: dict[str, Callable[..., Any]] = {
     "OneBitAdam": by_name(OneBitAdam, freeze_step=2, guard="off"),
@@ -106,6 +122,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "MarsitSGD": by_name(MarsitSGD, momentum=0.9, full_precision_every=2),
     "MarsitAdam": by_name(MarsitAdam, full_precision_every=2),
     "OneBitLion": by_name(OneBitLion),
+    "OneBitMuon": by_name(muon),
 }
 """Every optimizer; two steps later what it sends is bits."""
 

@@ -236,5 +236,9 @@ def test_bad_arguments_are_named(wrong, told):
 
 
 def test_vectors_need_a_group():
-    with pytest.raises(ValueError, match=r'parameter 0 has shape \(8,\): put vectors.*algorithm="adamw"'):
+    told = r'got shape \(8,\) in group {}: put vectors.*algorithm="adamw"'
+    with pytest.raises(ValueError, match=told.format(0)):
         OneBitMuon([Parameter(torch.zeros(8))])
+    optimizer = OneBitMuon([Parameter(torch.zeros(8, 8))])
+    with pytest.raises(ValueError, match=told.format(1)):
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(8))]})

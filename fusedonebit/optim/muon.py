@@ -64,13 +64,8 @@ class Muon(Algorithm):
     def check(cls, frame: Frame) -> None:
         """Raise ValueError for parameters that are no matrices."""
         super().check(frame)
-        plist = frame.parameters
-        for p, name, group in zip(plist.params, plist.called, plist.group_of, strict=True):
-            if not averaged(frame.groups[group]) and (p.dim() < 2 or p.numel() < 2):
-                raise ValueError(
-                    f"parameters of {frame.name} must be matrices, but {name} has shape {tuple(p.shape)}: put vectors, "
-                    'and the first and the last layer, into a group with algorithm="adamw"'
-                )
+        for number, group in enumerate(frame.groups):
+            _check_shapes(group, f" in group {number}")
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
@@ -84,10 +79,11 @@ class Muon(Algorithm):
         momentum = self._momentum()
         newest = 1 - momentum if options.nesterov else 0.0
         rest = () if self.rest is None else (self.rest,)
-        if frame.ranks.transport.world_size == 1:
+        if frame.ranks.transport.world_size == 1 or not count:
             update = MuonUpdate(frame, matrices, (momentum, newest), orthogonalise)
-            self._stage: Stage = Averaged(frame, Both((update, *rest)))
-            self.parts = (update, *rest, self._stage)
+            updates = (update, *rest) if count else rest
+            self._stage: Stage = Averaged(frame, Both(updates))
+            self.parts = (*updates, self._stage)
         else:
             shares = momentum, max(LEAD, newest) if options.nesterov else 0.0
             self.exchange = OwnedExchange(frame, matrices, shares, orthogonalise)
@@ -104,6 +100,7 @@ class Muon(Algorithm):
 
     def check_group(self, group: Mapping[str, Any], where: str) -> None:
         """Raise ValueError if a group's momentum is not the others'."""
+        _check_shapes(group, where)
         if not averaged(group) and group["momentum"] != (first := self._momentum()):
             raise ValueError(f"momentum must be the same in all groups, {first}, got {group['momentum']}{where}")
 
@@ -113,6 +110,16 @@ class Muon(Algorithm):
 
     def momentum(self, param: Tensor) -> Tensor:
         return self.value_of("momentum_buffer", self.frame.index(param)).to(torch.float32, copy=True)
+
+
+def _check_shapes(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a parameter that is trained as a matrix, and is none."""
+    for p in () if averaged(group) else group.get("params", ()):
+        if p.dim() < 2 or not p.numel():
+            raise ValueError(
+                f'params must be matrices where algorithm is "muon", got shape {tuple(p.shape)}{where}: put vectors, '
+                'and the first and the last layer, into a group with algorithm="adamw"'
+            )
 
 
 class Both(NamedTuple):
