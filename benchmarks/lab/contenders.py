@@ -18,6 +18,7 @@ from fusedonebit import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
+    OneBitMuon,
     Rounds,
     ZeroOneAdam,
     policies,
@@ -32,7 +33,8 @@ from .alike import AlikeTransport
 from .compressed import OnAverages
 from .rivals import RIVALS
 from .rivals.frame import Rival
-from .rivals.one_bit_muon import OneBitMuon, Way
+from .rivals.one_bit_muon import OneBitMuon as RivalMuon
+from .rivals.one_bit_muon import Way
 from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
 from .workers import BatchedZeroOneAdam
 
@@ -124,6 +126,16 @@ def _onebit_lion(params: Params, of: Setting) -> Any:
     return OneBitLion(params, of.lr, weight_decay=of.weight_decay, process_group=of.transport)
 
 
+def _onebit_muon(params: Params, of: Setting) -> Any:
+    """Compress matrices between the first and the last, as Muon's uncompressed contender orthogonalises them."""
+    given = list(params)
+    between = [i for i, p in enumerate(given) if p.dim() >= 2][1:-1]
+    rest = [p for i, p in enumerate(given) if i not in between]
+    groups: Any = [{"params": [given[i] for i in between]}, {"params": rest, "algorithm": "adamw"}]
+    how: dict[str, Any] = {"betas": BETAS, "adjust_lr_fn": "match_rms_adamw", "process_group": of.transport}
+    return OneBitMuon([group for group in groups if group["params"]], of.lr, of.weight_decay, **how)
+
+
 def _marsit(params: Params, of: Setting, every: int) -> Any:
     rounds = Rounds(full_precision_every=every, seed=of.seed)
     return MarsitAdam(params, of.lr, BETAS, EPS, of.weight_decay, rounds=rounds, process_group=of.transport)
@@ -187,6 +199,7 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-lamb": of_lamb(_onebit_lamb),
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),
     "onebit-lion": Contender(_onebit_lion, parent="adamw", rate=0.1),
+    "onebit-muon": Contender(_onebit_muon, parent="muon"),
     "marsit-adam": apart(partial(_marsit, every=100)),
     "adam-living": of_adam(partial(_living, warmup=0.05, kind=LivingAdam, faults=UNGUARDED)),
     "adam-frozen": of_adam(partial(_adam, frozen=True)),
@@ -209,7 +222,7 @@ CONTENDERS: dict[str, Contender] = {
         for name, how in {base: {}, **{f"{base}-{k}": v for k, v in COMPRESSED.items()}}.items()
     },
     **{
-        f"onebit-muon-{name}": Contender(partial(OneBitMuon, **how), parent="muon", batched=True)
+        f"onebit-muon-{name}": Contender(partial(RivalMuon, **how), parent="muon", batched=True)
         for name, how in MUONS.items()
     },
     "adam-frozen-no-floor": of_adam(partial(_adam, frozen=True, floor=0.0)),
