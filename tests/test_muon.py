@@ -242,3 +242,18 @@ def test_vectors_need_a_group():
     optimizer = OneBitMuon([Parameter(torch.zeros(8, 8))])
     with pytest.raises(ValueError, match=told.format(1)):
         optimizer.add_param_group({"params": [Parameter(torch.zeros(8))]})
+
+
+def test_kernels_of_other_memory_formats_are_matrices_too():
+    """Of outputs and all else, in whatever order that lies in memory; and so is a transpose."""
+    draw = torch.Generator().manual_seed(0)
+    kernel, matrix = torch.randn(8, 4, 3, 3, generator=draw), torch.randn(6, 10, generator=draw)
+    given = [Parameter(kernel.to(memory_format=torch.channels_last)), Parameter(matrix.t().contiguous().t())]
+    plain = [Parameter(kernel.clone()), Parameter(matrix.clone())]
+    for params in (given, plain):
+        optimizer = OneBitMuon(params, LR, ns_dtype=torch.float32)
+        for p in params:
+            p.grad = torch.sin(torch.arange(p.numel()).float()).view(p.shape)
+        optimizer.step()
+    for p, other in zip(given, plain, strict=True):
+        torch.testing.assert_close(p.detach(), other.detach(), rtol=0.0, atol=1e-6)

@@ -115,7 +115,7 @@ class Muon(Algorithm):
 def _check_shapes(group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a parameter that is trained as a matrix, and is none."""
     for p in () if averaged(group) else group.get("params", ()):
-        if p.dim() < 2 or not p.numel():
+        if isinstance(p, Tensor) and (p.dim() < 2 or not p.numel()):  # a checkpoint has numbers
             raise ValueError(
                 f'params must be matrices where algorithm is "muon", got shape {tuple(p.shape)}{where}: put vectors, '
                 'and the first and the last layer, into a group with algorithm="adamw"'

@@ -94,16 +94,17 @@ class OwnedExchange(Exchange):
         self.reducer.scale.copy_(by_block(layout, sizes))
         self.whitening = Whitening(matrices, self.reducer)
 
-    def take_verdict(self, coef: Tensor) -> Tensor:
-        frame, own, of_rest = self.frame, self.reducer.verdict.absent, self.absent_of_rest
-        frame.absent = None
-        if own is not None or of_rest is not None:
-            frame.absent = torch.zeros(len(frame.parameters), dtype=torch.bool, device=frame.device)
-            count = len(self.members.which)
-            for place, found in ((frame.absent[:count], own), (frame.absent[count:], of_rest)):
-                place.copy_(place if found is None else found)
-        frame.late_error = self.reducer.error
-        return frame.coefficients.still(coef, frame.absent)
+    @property
+    def absent(self) -> Tensor | None:
+        of_matrices, of_rest, members = self.reducer.verdict.absent, self.absent_of_rest, self.members
+        if of_matrices is None and of_rest is None:
+            return None
+        found = torch.zeros(len(self.frame.parameters), dtype=torch.bool, device=self.frame.device)
+        if of_matrices is not None:
+            members.of(found).copy_(of_matrices)
+        if of_rest is not None:
+            found[len(members.which) :] = of_rest
+        return found
 
     def apply(self, coef: Tensor, divisor: Divisor | None = None, x_squares: Tensor | None = None) -> None:
         """Move matrices by the signs of their update."""

@@ -67,7 +67,7 @@ class Matrices(NamedTuple):
         """Return those of an optimizer."""
         shapes, sizes = list[Shape](), list[float]()
         for p in members.of(frame.parameters.params):
-            rows = p.shape[0] if p.is_contiguous() else p.shape[-1]
+            rows = p.shape[max(range(p.dim()), key=p.stride)]  # the slowest dimension
             shapes.append((rows, p.numel() // rows))
             sizes.append(adjustment(p.shape[0], p.numel() // p.shape[0], adjust_lr_fn))
         return cls(members, shapes, sizes)
