@@ -23,7 +23,7 @@ from fusedonebit import (
     ZeroOneAdam,
     policies,
 )
-from fusedonebit.apps.averaged import AveragedAdamW
+from fusedonebit.apps.averaged import Averaged, averaged_adamw
 from fusedonebit.apps.train.baselines import BaselineAdam
 from fusedonebit.core.resolved import Options
 from fusedonebit.core.settings import VARIANCE_FLOOR, StateKind
@@ -39,8 +39,8 @@ from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
 from .workers import BatchedZeroOneAdam
 
 
-def _torchs(params: Params, of: Setting) -> AveragedAdamW:
-    return AveragedAdamW(params, of.lr, of.transport, betas=BETAS, eps=EPS, weight_decay=of.weight_decay)
+def _torchs(params: Params, of: Setting) -> Averaged:
+    return averaged_adamw(params, of.lr, of.transport, betas=BETAS, eps=EPS, weight_decay=of.weight_decay)
 
 
 def _adam(params: Params, of: Setting, **frozen: Any) -> Any:

@@ -27,6 +27,8 @@ METHODS = {
     "lamb": "#7d6b45",
     "onebit-lamb": "#b58900",
     "onebit-lion": "#cc79a7",
+    "muon": "#5b6b73",
+    "onebit-muon": "#8e3b6f",
     "marsit": "#3b9fd8",
     "psgd": "#3d4652",
     "signsgd": "#009e73",

@@ -70,13 +70,8 @@ class Exchange(Part):
         frame, reducer = self.frame, self.reducer
         if frame.ranks.model_parallel.groups:  # what was found on the way, such as a veto
             reducer.refuse(frame.united(reducer.flags))
-        frame.absent, frame.late_error = self.absent, reducer.error
+        frame.absent, frame.late_error = reducer.verdict.absent, reducer.error
         return frame.coefficients.still(coef, frame.absent)
-
-    @property
-    def absent(self) -> Tensor | None:
-        """Return of which tensors no rank has a gradient in this step: bool [tensors]; None: there are none."""
-        return self.reducer.verdict.absent
 
     def _unite(self, abort: bool, found: Tensor) -> None:
         """Add to the flags ``found`` here those of the ranks that hold the model's other parts."""

@@ -94,18 +94,6 @@ class OwnedExchange(Exchange):
         self.reducer.scale.copy_(by_block(layout, sizes))
         self.whitening = Whitening(matrices, self.reducer)
 
-    @property
-    def absent(self) -> Tensor | None:
-        of_matrices, of_rest, members = self.reducer.verdict.absent, self.absent_of_rest, self.members
-        if of_matrices is None and of_rest is None:
-            return None
-        found = torch.zeros(len(self.frame.parameters), dtype=torch.bool, device=self.frame.device)
-        if of_matrices is not None:
-            members.of(found).copy_(of_matrices)
-        if of_rest is not None:
-            found[len(members.which) :] = of_rest
-        return found
-
     def apply(self, coef: Tensor, divisor: Divisor | None = None, x_squares: Tensor | None = None) -> None:
         """Move matrices by the signs of their update."""
         frame, members, reducer = self.frame, self.members, self.reducer
@@ -122,7 +110,21 @@ class OwnedExchange(Exchange):
 
     def synchronise(self, compress: Compress, context: StepContext, coef: Tensor) -> Tensor:
         self.whole = self.frame.nothing
-        return super().synchronise(compress, context, coef)
+        self.reducer.synchronise(compress, self.completed(context))
+        self.reducer.verdict.absent = self._absent()
+        return self.take_verdict(coef)
+
+    def _absent(self) -> Tensor | None:
+        """Return of which of all tensors no rank has a gradient: bool [tensors]; None: there are none."""
+        of_matrices, of_rest, members = self.reducer.verdict.absent, self.absent_of_rest, self.members
+        if of_matrices is None and of_rest is None:
+            return None
+        found = torch.zeros(len(self.frame.parameters), dtype=torch.bool, device=self.frame.device)
+        if of_matrices is not None:
+            members.of(found).copy_(of_matrices)
+        if of_rest is not None:
+            found[len(members.which) :] = of_rest
+        return found
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         """Return what is left of gradients, of which each rank has its own, and the momentum, once it is gathered."""

@@ -22,13 +22,15 @@ from ... import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
+    OneBitMuon,
     Rounds,
     ZeroOneAdam,
     policies,
     recording,
 )
 from ...comm import Topology
-from ..averaged import AveragedAdamW
+from ..averaged import Averaged, averaged_adamw
+from ..parsing import InputError
 
 Parameters = Iterable[tuple[str, Tensor]]
 
@@ -110,6 +112,27 @@ def _marsit(params: Parameters, lr: float, job: Job) -> torch.optim.Optimizer:
     return MarsitAdam(params, lr, **ADAM, topology=job.topology, rounds=rounds)
 
 
+def _matrices(params: Parameters) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what Muon trains, and what it leaves to AdamW: vectors and embeddings."""
+    named = list(params)
+    matrices = [p for name, p in named if name.startswith("blocks.") and p.dim() == 2]
+    return matrices, [p for name, p in named if not (name.startswith("blocks.") and p.dim() == 2)]
+
+
+def _muon(params: Parameters, lr: float, job: Job) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise InputError(f"muon is torch's own, from 2.9 on, got torch {torch.__version__}; onebit-muon needs none")
+    matrices, rest = _matrices(params)
+    muon = torch.optim.Muon(matrices, lr, ADAM["weight_decay"], adjust_lr_fn="match_rms_adamw")
+    return Averaged([muon, torch.optim.AdamW(rest, lr, **ADAM, fused=True)])
+
+
+def _onebit_muon(params: Parameters, lr: float, job: Job) -> torch.optim.Optimizer:
+    matrices, rest = _matrices(params)
+    groups: Any = [{"params": matrices}, {"params": rest, "algorithm": "adamw"}]
+    return OneBitMuon(groups, lr, ADAM["weight_decay"], betas=ADAM["betas"], adjust_lr_fn="match_rms_adamw")
+
+
 def _baseline(params: Parameters, lr: float, job: Job, name: str) -> torch.optim.Optimizer:
     from .baselines import BaselineAdam
 
@@ -121,10 +144,12 @@ BASELINES = {"psgd": 1.0, "signsgd": 1.0, "ef-signsgd": 1.0, "ssdm": 10.0, "casc
 """Global ratio of each optimizer that Marsit is measured against; they are the lab's."""
 
 OPTIMIZERS: dict[str, tuple[Callable[[Parameters, float, Job], Any], float]] = {
-    "adamw": (lambda params, lr, job: AveragedAdamW(params, lr, **ADAM, fused=True), 3e-3),
+    "adamw": (lambda params, lr, job: averaged_adamw(params, lr, **ADAM, fused=True), 3e-3),
     "onebit-adam": (_onebit_adam, 3e-3),
     "zero-one-adam": (_zero_one_adam, 3e-3),
     "onebit-lion": (lambda params, lr, job: OneBitLion(params, lr, weight_decay=0.03), 1e-3),
+    "muon": (_muon, 3e-3),
+    "onebit-muon": (_onebit_muon, 3e-3),
     "lamb": (lambda params, lr, job: Lamb(params, lr, **LAMB), 2e-2),
     "onebit-lamb": (_onebit_lamb, 2e-2),
     "onebit-lamb-frozen": (partial(_onebit_lamb, adaptive=False), 2e-2),
@@ -133,6 +158,9 @@ OPTIMIZERS: dict[str, tuple[Callable[[Parameters, float, Job], Any], float]] = {
 }
 """How each is made from named parameters, a learning rate and a ``Job``, and its usual learning rate; all have
 ``stats()``."""
+
+TORCHS = ("adamw", "muon")
+"""Those that are torch's own, on averages."""
 
 FREEZE = ("onebit-adam", "onebit-lamb", "onebit-lamb-frozen")
 """Those that send floats until they freeze."""

@@ -19,7 +19,7 @@ from ..corpus import Corpus, load_text
 from ..parsing import InputError, installed
 from ..transformer import SIZES, ByteTransformer
 from .display import Display
-from .optimizers import AGREE_IN_ROUNDS, FREEZE, OPTIMIZERS, Job
+from .optimizers import AGREE_IN_ROUNDS, FREEZE, OPTIMIZERS, TORCHS, Job
 
 HELD_OUT_BATCHES = 8
 FINAL_LR = 0.1  # of the peak, at the end of the cosine
@@ -189,8 +189,10 @@ def check(job: Job, world_size: int) -> None:
         )
     if job.ddp and world_size == 1:
         raise InputError("--ddp needs several processes, got --nproc 1")
-    if job.ddp and "adamw" in job.optimizers:
-        raise InputError("--ddp is for optimizers that fusedonebit.ddp.attach() takes, got adamw, which is torch's")
+    if job.ddp and (torchs := sorted({*TORCHS} & {*job.optimizers})):
+        raise InputError(
+            f"--ddp is for optimizers that fusedonebit.ddp.attach() takes, got {torchs[0]}, which is torch's"
+        )
     if "zero-one-adam" in job.optimizers and job.freeze_step == "auto":
         raise InputError("--freeze-step must be a number with zero-one-adam, got auto: its variance has a policy")
     others = sorted(set(in_rounds) - {"marsit"})

@@ -21,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         default="onebit-adam",
         metavar="NAME",
-        help="adamw, onebit-adam, zero-one-adam, onebit-lion, lamb, onebit-lamb, onebit-lamb-frozen, marsit, or one of "
-        "those that Marsit is measured against: psgd, signsgd, ef-signsgd, ssdm, cascading",
+        help="adamw, onebit-adam, zero-one-adam, onebit-lion, muon, onebit-muon, lamb, onebit-lamb, "
+        "onebit-lamb-frozen, marsit, or one of those that Marsit is measured against: psgd, signsgd, ef-signsgd, "
+        "ssdm, cascading",
     )
     add("--compare", metavar="A,B", help="train with each of these, one after the other, instead")
     add("--nproc", type=whole(1, 1024), default=1, help="processes to start (not with torchrun)")
