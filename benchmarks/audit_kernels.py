@@ -19,7 +19,7 @@ from fusedonebit.triton_kernels.op import OPS
 LIMITS = Path(__file__).with_name("limits.json")
 BLOCK = 1024
 WORDS = 512  # a block of the kernels that work on packed words, 32 elements each
-LISTS = ("PARAMS", "GRADS", "TENSORS")
+LISTS = ("PARAMS", "GRADS", "TENSORS", "DIRECTIONS")
 USUAL = dict.fromkeys(LISTS, 4) | {"BLOCK_SIZE": BLOCK, "WORDS": WORDS, "AT_ONCE": 1024, "WIDTH": 64, "ROOM": 32}
 """Constants where a line does not say, False otherwise: tensors are float32 and aligned."""
 WORLD_SIZES = (2, 8, 64)
@@ -44,8 +44,9 @@ OF_LEVELS = {
     "requantise": ("headers", 0, "ranks"),
     "take_back": ("headers",),
     "dequantise": ("headers", 0, "ranks"),
+    "outer_mean": ("headers", 0, "ranks"),
 }
-"""The same of those that send gradients in few bits: over headers, 16 at a time, and over ranks."""
+"""The same of those that send gradients in few bits, or of matrices: over headers, 16 at a time, and over ranks."""
 HALVES = dict.fromkeys(("server_reduce", "finish", "local_update"), 1)
 HALVES |= dict.fromkeys(("tell_squares", "tell_level", "lion_compress"), 2)
 
@@ -81,7 +82,14 @@ class Kernel(NamedTuple):
     def walks(self) -> bool:
         """Whether its bytes depend on the number of ranks."""
         sums = self.op == "dequantise" and "SUMS" in self.given
-        return sums or self.op in ("server_reduce", "pick_owned", "place_owned", "average_squares", "requantise")
+        return sums or self.op in (
+            "server_reduce",
+            "pick_owned",
+            "place_owned",
+            "average_squares",
+            "requantise",
+            "outer_mean",
+        )
 
     @property
     def packed(self) -> bool:
@@ -120,7 +128,9 @@ class Kernel(NamedTuple):
         draws = any(name.endswith("_drawn") for name in self.given) and {"*bf16", "*u8"} & set(self.given.values())
         if self.op in OF_LEVELS:
             kept = self.given.get("residual_numbers", "*fp32" if self.op == "take_back" else None)
-            draws = self.op != "dequantise" and (kept in ("*bf16", "*u8") or (kept is None and self.given["BITS"] > 1))
+            draws = self.op != "dequantise" and (
+                kept in ("*bf16", "*u8") or (kept is None and self.given.get("BITS", 0) > 1)
+            )
             return 2 * draws + (self.op != "take_back")  # and a digest, or the first header that is kept
         rounds = "rounding" in self.given or (bool(draws) and self.op != "lamb_move")  # which reads moments alone
         return 2 * rounds + (0 if "STEP_MOVES" in self.given else HALVES.get(self.op, 0))

@@ -202,7 +202,7 @@ class OwnedSigns(Reducer):
 
     def _by_block(self, messages: Messages) -> Tensor:
         """Return the bits of messages, [W, blocks, bytes]."""
-        return messages.bits.unflatten(1, (-1, self.layout.block_size // 8))
+        return messages.bits.view(len(messages.bits), -1, self.layout.block_size // 8)
 
     def _header(self, context: StepContext, flags: int, pending: Tensor) -> Header:
         """Return what goes into the headers of this step's messages."""
@@ -252,16 +252,16 @@ class OwnedSigns(Reducer):
         """Take c for what is left: it was settled."""
         self.skipped = torch.ones_like(self.verdict.none)
 
-    def gathered_momentum(self) -> Tensor:
-        """Return the momentum of all matrices, float32 [P]; all ranks call it."""
-        rows = torch.zeros(self.transport.world_size, len(self.momentum), device=self.device)
-        self.transport.all_gather(rows, self.momentum[None])
-        return rows.unflatten(1, (-1, self.layout.block_size))[self.owners.back].view(-1)
+    def of_all(self, own: Tensor) -> Tensor:
+        """Return what owners have of elements like ``momentum``, of all matrices, float32 [P]; all ranks call it."""
+        rows = torch.zeros(self.transport.world_size, len(own), device=self.device)
+        self.transport.all_gather(rows, own[None])
+        return rows.view(len(rows), -1, self.layout.block_size)[self.owners.back].view(-1)
 
-    def take_momentum(self, whole: Tensor) -> None:
-        """Take this owner's part of the momentum of all matrices, float32 [P]."""
+    def of_owner(self, whole: Tensor) -> Tensor:
+        """Return this owner's part of what ``of_all`` returned."""
         padded = torch.nn.functional.pad(whole, (0, self.layout.block_size)).view(self.layout.n_blocks + 1, -1)
-        self.momentum.copy_(self.owners.to_messages(padded).view(self.transport.world_size, -1)[self.transport.rank])
+        return self.owners.to_messages(padded).view(self.transport.world_size, -1)[self.transport.rank]
 
     def describe(self) -> str:
         return describe_mismatch(self.arrived_words)

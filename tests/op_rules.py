@@ -366,7 +366,7 @@ RULES: dict[str, Rule] = {
     "renew_levels.first_block": lambda m: torch.tensor(first_blocks(m), dtype=torch.int32),
     **either("share place", place_of_projections),
     # users' tensors, and what is kept of each element or block
-    **either("tensors grads", lambda m: m.p.grads),
+    **either("tensors grads directions", lambda m: m.p.grads),
     "params": lambda m: m.p.params,
     **either("coef limit_coef coefficients_table", lambda m: m.p.coef),
     **either("compensated compensated_numbers moments_exp_avg", whole("compensated")),

@@ -112,6 +112,11 @@ def muon(params: Any, *args: Any, **options: Any) -> OneBitMuon:
     return OneBitMuon(made, *args, **options)
 
 
+def group_of(name: str, params: list[Any]) -> dict[str, Any]:
+    """Return a group of vectors for an optimizer."""
+    return {"params": params, **({"algorithm": "adamw"} if name == "OneBitMuon" else {})}
+
+
 MAKE: dict[str, Callable[..., Any]] = {
     "OneBitAdam": by_name(OneBitAdam, freeze_step=2, guard="off"),
     "OneBitLamb": by_name(OneBitLamb, freeze_step=2, guard="off"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from observe import caught
-from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, by_name, construct, objects
+from optimizers import ADAM_AND_LAMB, EACH_ONEBIT, MAKE, UNGUARDED, by_name, construct, group_of, objects
 from ranks import simulate
 from torch.nn import Parameter
 
@@ -157,10 +157,10 @@ def add_after_a_bad_change(rank: int, transport: Transport, name: str, spoilers:
     optimizer, before = MAKE[name]([p], lr=1e-3, process_group=transport), p.detach().clone()
     if rank in spoilers:
         optimizer.param_groups[0]["lr"] = -1.0
-    refused = caught(lambda: optimizer.add_param_group({"params": [q]}))
+    refused = caught(lambda: optimizer.add_param_group(group_of(name, [q])))
     unmoved = torch.equal(p, before) and len(optimizer.param_groups) == 1 and q not in optimizer.state
     optimizer.param_groups[0]["lr"] = 1e-3
-    optimizer.add_param_group({"params": [q]})
+    optimizer.add_param_group(group_of(name, [q]))
     p.grad, q.grad = torch.ones(3), torch.ones(4)
     optimizer.step()
     return [*refused, unmoved, not torch.equal(p, before), optimizer.stats()["step"]]

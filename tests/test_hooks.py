@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from observe import train
-from optimizers import MAKE
+from optimizers import MAKE, group_of
 from torch import Tensor, nn
 
 from fusedonebit import DisagreementError, ZeroOneAdam
@@ -148,7 +148,7 @@ def test_others_state_entries_outlive_the_freeze_and_new_groups(name):
     optimizer.state["note"] = [1, 2]
     optimizer.state[model.weight]["depth"] = 3
     more = nn.Parameter(torch.zeros(3))
-    optimizer.add_param_group({"params": [more]})
+    optimizer.add_param_group(group_of(name, [more]))
     train(optimizer, 0, range(4))
     assert optimizer.state["note"] == [1, 2]
     assert optimizer.state[model.weight]["depth"] == 3

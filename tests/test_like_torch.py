@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import MAKE, objects
+from optimizers import MAKE, group_of, objects
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -41,7 +41,7 @@ def test_frozen_parameters_alone_are_taken_and_others_join_later(name):
         assert optimizer.step(lambda: 7) == 7
     assert optimizer.stats()["step"] == 0
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    optimizer.add_param_group({"params": [adapter]})
+    optimizer.add_param_group(group_of(name, [adapter]))
     (moved,) = steps(optimizer, [adapter], 5)
     other = Parameter(torch.ones(3))
     (alone,) = steps(MAKE[name]([other], lr=1e-2), [other], 5)
@@ -57,7 +57,7 @@ def test_frozen_parameters_alone_leave_several_ranks_at_peace(name):
         optimizer: Any = MAKE[name]([frozen], lr=1e-2, process_group=transport)
         for _ in range(2 + rank):  # nobody waits for anybody
             optimizer.step()
-        optimizer.add_param_group({"params": [adapter]})
+        optimizer.add_param_group(group_of(name, [adapter]))
         return steps(optimizer, [adapter], 4, seed=rank)[0]
 
     one, two = SimulatedGroup(2, timeout=20).run(program)
@@ -133,7 +133,7 @@ def test_a_parameter_given_twice_is_warned_of_and_moves_once(name):
     resumed.load_state_dict(saved)
     assert resumed.stats()["step"] == 5
     with pytest.warns(UserWarning, match=DUPLICATE):
-        MAKE[name]([last]).add_param_group({"params": [q, q]})
+        MAKE[name]([last]).add_param_group(group_of(name, [q, q]))
 
 
 # ---------------------------------------------------------------- masks

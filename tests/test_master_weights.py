@@ -415,7 +415,9 @@ def test_a_master_of_another_shape_is_refused_unchanged():
 
 
 @EACH_WAY
-@pytest.mark.parametrize("name", [n for n in MAKE if n not in ("AdamW, ours", "OneBitAdam", "OneBitLion")])
+@pytest.mark.parametrize(
+    "name", [n for n in MAKE if n not in ("AdamW, ours", "OneBitAdam", "OneBitLion", "OneBitMuon")]
+)
 def test_whose_kernels_take_no_corrections_refuses_them(name, kept):
     said = f"master_weights must be True or False with .*, got '{kept}'.*use True, or AdamW"
     with pytest.raises(ValueError, match=said):

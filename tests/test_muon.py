@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from fusedonebit import FusedOneBitWarning, OneBitMuon, reference
+from fusedonebit import FusedOneBitWarning, OneBitMuon, dcp, reference
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.owners import Owners
 from fusedonebit.optim.muon import COEFFICIENTS
-from fusedonebit.optim.orthogonal import orthogonalised
+from fusedonebit.optim.orthogonal import orthogonalised, raw
 from fusedonebit.optim.whitening import EVERY
 from fusedonebit.triton_kernels import FlatLayout
 
@@ -137,16 +137,18 @@ def test_ranks_follow_the_reference(workers):
 
 
 def test_nothing_is_lost():
-    """At momentum 0 the momentum is what has arrived: that and what is left are all there was."""
+    """At momentum 0 the momentum is what has arrived: that and what is left, as gradients are, are all there was."""
 
     def run(rank: int, transport: Any) -> list[tuple[Tensor, Tensor]]:
         params, told = parameters(), []
         optimizer = made(params, transport, momentum=0.0, nesterov=False)
         for step in range(6):
             train(optimizer, params, rank, range(step, step + 1))
-            state = optimizer.state_dict()["state"]
-            first = len(REST)
-            told.append((state[first]["worker_error"].clone(), state[first]["momentum_buffer"].clone()))
+            state, shape = optimizer.state_dict()["state"][len(REST)], SHAPES[MATRICES[0]]
+            left = state["worker_error"].view(shape)
+            if "whitened_by" in state:
+                left = raw(left, state["whitened_by"], shape)
+            told.append((left.clone(), optimizer.momentum(params[MATRICES[0]])))
         return told
 
     each = SimulatedGroup(3).run(run)
@@ -173,6 +175,57 @@ def test_a_resumed_run_is_the_same(workers):
         assert all(map(torch.equal, params, others))
 
     SimulatedGroup(workers).run(run)
+
+
+def model_of(params: list[Parameter]) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for i, p in enumerate(params):
+        model.register_parameter(str(i), p)
+    return model
+
+
+def momenta_of(optimizer: OneBitMuon, params: list[Parameter]) -> list[Tensor]:
+    optimizer.state_dict()
+    return [optimizer.momentum(p) for p in params]
+
+
+def write(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    params = parameters()
+    optimizer = made(params)
+    train(optimizer, params, rank, range(5))
+    dcp.save(model_of(params), optimizer, folder)
+    return momenta_of(optimizer, params)
+
+
+def read(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    params = parameters()
+    optimizer = made(params)
+    dcp.load(model_of(params), optimizer, folder)
+    momenta = momenta_of(optimizer, params)
+    train(optimizer, params, rank, range(5, 9))
+    return momenta
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (3, 2)])
+def test_momenta_live_on_among_other_numbers_of_ranks(before, after, tmp_path):
+    saved, *_ = run_ranks(write, before, str(tmp_path))
+    for momenta in run_ranks(read, after, str(tmp_path)):
+        for m, was in zip(momenta, saved, strict=True):
+            torch.testing.assert_close(m, was, rtol=0.0, atol=2e-6)
+
+
+def test_momenta_of_owners_are_told_after_a_look_at_the_state():
+    def run(rank: int, transport: Any) -> None:
+        params = parameters()
+        optimizer = made(params, transport)
+        train(optimizer, params, rank, range(3))
+        with pytest.raises(RuntimeError, match=r"first call state_dict\(\) on all ranks"):
+            optimizer.momentum(params[MATRICES[0]])
+        optimizer.momentum(params[REST[0]])
+        optimizer.state_dict()
+        assert all(optimizer.momentum(p).shape == p.shape for p in params)
+
+    SimulatedGroup(2).run(run)
 
 
 def test_a_bad_gradient_stops_all_and_an_absent_one_its_own():

@@ -13,7 +13,7 @@ from backends import bits_of
 from compressing import CompressedSGD
 from launch_keys import Noting
 from torch import Tensor
-from whole_steps import ADAM, LIVING, OWN_VARIANCES, SGD, Run, take
+from whole_steps import ADAM, LIVING, MUON, OWN_VARIANCES, SGD, Run, take
 
 from fusedonebit.triton_kernels import using
 from fusedonebit.triton_kernels.op import OPS, Op
@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {"sizes": (300, 17), "world_size": 3}
 RUNS = (
     replace(ADAM, options=LIVING | {"max_grad_norm": 0.3, "variance_floor": 1 / 3}, steps=8, **SMALL),
     replace(OWN_VARIANCES, **SMALL),
+    replace(MUON, options={"momentum": 1 / 3}, **SMALL),
     replace(SGD, options={"compensation_limit": 0.3}, **SMALL),
     *(Run(CompressedSGD, {"bits": 4, "feedback": "bf16", "scatters": each}, **SMALL) for each in (False, True)),
 )

@@ -28,6 +28,7 @@ from fusedonebit import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
+    OneBitMuon,
     Rounds,
     Wire,
     ZeroOneAdam,
@@ -36,14 +37,16 @@ from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.formats import Format, Formats
 from fusedonebit.core.state.saving import header_of
 from fusedonebit.deepspeed.config import DeepSpeedLayerwise
+from fusedonebit.optim.muon import COEFFICIENTS
 
 OBJECTS = (Faults, Freeze, Layerwise, Numerics, Rounds, Wire)
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_no_constructor_has_more_than_a_dozen_arguments(kind):
-    """But for what becomes of the variance, which ``OneBitAdam`` alone can be told."""
+    """But for what becomes of the variance, which ``OneBitAdam`` alone can be told, and what torch's Muon is told."""
     arguments = set(inspect.signature(kind).parameters) - {"variance", "warmup", "total_steps"}
+    arguments -= {"ns_coefficients", "ns_steps", "ns_dtype", "eps", "adjust_lr_fn"} if kind is OneBitMuon else set()
     print(f"{kind.__name__}: {len(arguments)} arguments (limit 12)")
     assert len(arguments) <= 12
 
@@ -63,20 +66,26 @@ def test_option_objects_are_frozen_keyword_only_and_documented(kind):
 USUAL = {"freeze_step": 3, "variance": "frozen", "topology": "ring", "aggregation": "majority", "rounds": Rounds()}
 USUAL |= {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "momentum": 0.9, "step": 3}
 USUAL |= {"lr_warmup_steps": 3, "deadline": 500, "warm_start": None, "warmup": 3, "total_steps": None}
+USUAL |= {"nesterov": True, "ns_coefficients": COEFFICIENTS, "ns_steps": 5, "ns_dtype": torch.bfloat16}
+USUAL |= {"adjust_lr_fn": None, "algorithm": "muon"}
 USUAL |= {"layerwise": Layerwise(), "numerics": Numerics(), "wire": Wire(), "faults": Faults(), "max_grad_norm": 1.0}
 USUAL |= dict.fromkeys(("process_group", "sync_policy", "variance_policy"))
 USUAL |= {field.name: field.default for kind in OBJECTS if kind is not Freeze for field in fields(kind)}
 """A value of each option of any optimizer, by name."""
 
-TORCHS = {
-    kind: inspect.signature(torch.optim.SGD if kind is MarsitSGD else torch.optim.AdamW).parameters for kind in EVERY
-}
+LIKE = dict.fromkeys(EVERY, torch.optim.AdamW) | {MarsitSGD: torch.optim.SGD, OneBitMuon: torch.optim.Muon}
+TORCHS = {kind: inspect.signature(LIKE[kind]).parameters for kind in EVERY}
+
+
+def given(kind: Any) -> list[Any]:
+    """Return parameters that it takes."""
+    return [p for p in model_of().parameters() if p.dim() > 1 or kind is not OneBitMuon]
 
 
 def unexpected(kind: type[Any], **options: Any) -> str:
     """What a constructor says of an argument that it lacks."""
     with pytest.raises(TypeError) as error:
-        kind(model_of().parameters(), **options)
+        kind(given(kind), **options)
     (said,) = str(error.value).splitlines()
     (name,) = options
     before = f"{kind.__name__} got an unexpected keyword argument {name!r}: "
@@ -95,7 +104,7 @@ def can_be_written(name: str, kind: type[Any], told: str) -> None:
     names = {"fusedonebit": fusedonebit, "torch": torch} | {
         name: getattr(fusedonebit, name) for name in fusedonebit.__all__
     }
-    kind(model_of().parameters(), **eval(f"dict({told.replace('...', repr(USUAL[name]))})", names))
+    kind(given(kind), **eval(f"dict({told.replace('...', repr(USUAL[name]))})", names))
 
 
 @pytest.mark.long(but=2)
@@ -112,7 +121,7 @@ def test_an_option_at_the_wrong_place_is_told_its_own(kind):
                 assert other != kind.__name__
                 can_be_written(name, getattr(fusedonebit, other), instead)
             elsewhere += 1
-        elif said != "did you mean momentum=...?":  # instead of betas
+        elif said not in ("did you mean momentum=...?", "it is not supported"):  # instead of betas; of Nesterov's
             can_be_written(name, kind, re.fullmatch(r"(?:pass|did you mean) (.*?)\??", said)[1])
             told += 1
     print(f"{kind.__name__}: {told} options told their place, {elsewhere} are other optimizers'")
@@ -125,9 +134,9 @@ def test_torchs_arguments_are_taken_as_torch_has_them_by_default(kind):
     for name, parameter in TORCHS[kind].items():
         if name == "params":
             continue
-        kind(model_of().parameters(), **{name: parameter.default})
+        kind(given(kind), **{name: parameter.default})
         if name in ("fused", "foreach"):
-            kind(model_of().parameters(), **{name: False})
+            kind(given(kind), **{name: False})
         if name not in inspect.signature(kind).parameters:
             other = True if parameter.default in (None, False) else 0.5
             assert unexpected(kind, **{name: other})
@@ -191,7 +200,9 @@ def test_an_object_of_another_type_is_refused_on_every_rank(argument):
 def test_an_optimizers_own_default_stands_where_objects_say_none():
     made = {name: make(model_of().parameters(), lr=1e-3).frame.options for name, make in MAKE.items()}
     assert {name: options.numerics.bias_correction for name, options in made.items()} == {
-        **dict.fromkeys(("AdamW, ours", "OneBitAdam", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True),
+        **dict.fromkeys(
+            ("AdamW, ours", "OneBitAdam", "OneBitMuon", "MarsitAdam", "ZeroOneAdam", "ZeroOneAdam, own"), True
+        ),
         **dict.fromkeys(("Lamb", "OneBitLamb", "MarsitSGD", "OneBitLion"), False),
     }
     assert [made[name].numerics.precondition for name in ("OneBitAdam", "OneBitLamb")] == [True, False]
@@ -270,6 +281,7 @@ def test_checkpoints_say_by_name_what_changes_a_step():
         "MarsitSGD": TOLD | AGREEMENT,
         "MarsitAdam": TOLD | AGREEMENT,
         "OneBitLion": TOLD | {"aggregation"},
+        "OneBitMuon": TOLD | {"nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn"},
     }
 
 

@@ -36,11 +36,16 @@ MASTERS = ("OneBitAdam", "AdamW, ours", "ZeroOneAdam, own", "OneBitLion")
 ROUNDS = [name for name in KINDS if "rounds of" in name]
 
 
+STILL = "still"
+
+
 def make(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     """Two groups, of which the second will stand still."""
     generator = torch.Generator().manual_seed(0)
-    params = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((40, 30), (7,), (300,), (50,))]
-    return [{"params": params[:2]}, {"params": params[2:]}]
+    params = [
+        Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((40, 30), (7,), (20, 15), (50,))
+    ]
+    return [{"params": params[:2]}, {"params": params[2:], "name": STILL}]
 
 
 def train(optimizer: Any, rank: int, steps: int, start: int, overflows: int = -1) -> list[str]:
@@ -54,17 +59,18 @@ def train(optimizer: Any, rank: int, steps: int, start: int, overflows: int = -1
             p.grad = (1.0 + torch.randn(p.shape, generator=generator)).to(p.dtype)
         optimizer.step()
         optimizer.grad_scale = optimizer.found_inf = None
-        seen.append(fingerprint(optimizer.param_groups[1]["params"]))
+        still = [p for group in optimizer.param_groups if group.get("name") == STILL for p in group["params"]]
+        seen.append(fingerprint(still))
     return seen
 
 
 def rate(optimizer: Any, value: float) -> None:
     """Set the second group's, as a scheduler does: in place where it is a tensor."""
-    group = optimizer.param_groups[1]
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(value)
-    else:
-        group["lr"] = value
+    for group in optimizer.param_groups:
+        if group.get("name") == STILL and isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        elif group.get("name") == STILL:
+            group["lr"] = value
 
 
 def stand(rank: int, transport: Transport, name: str, master_weights: bool, tensor: bool) -> None:

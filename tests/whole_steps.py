@@ -17,6 +17,7 @@ from typing import Any
 import compressing
 import torch
 from launch_keys import Key, recording, write
+from matrices import as_matrices
 from optimizers import by_name, objects
 from ranks import run_ranks
 from sharded import like, make_mesh, sharded_parameters
@@ -100,6 +101,7 @@ PLAIN_LAMB = Run(by_name(Lamb), steps=3)
 LION = Run(by_name(OneBitLion), steps=4)
 ZERO_ONE = Run(by_name(ZeroOneAdam, variance_policy=Renews(), sync_policy=Lengths()), steps=12)
 OWN_VARIANCES = Run(by_name(ZeroOneAdam, sync_policy=Lengths((1, 3, 2))), steps=8)
+MUON = Run(by_name(as_matrices), steps=4)
 SGD = Run(by_name(MarsitSGD, full_precision_every=3), steps=7)
 MARSIT_ADAM = Run(by_name(MarsitAdam, full_precision_every=3), steps=7)
 BASES = {
@@ -108,6 +110,7 @@ BASES = {
     "AdamW": Run(by_name(AdamW), steps=3),
     "Lamb": PLAIN_LAMB,
     "OneBitLion": LION,
+    "OneBitMuon": MUON,
     "ZeroOneAdam": ZERO_ONE,
     "ZeroOneAdam with own variances": OWN_VARIANCES,
     "MarsitSGD": SGD,
@@ -278,6 +281,7 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "AdamW": ALONE | OF_STATE | OF_ADAMW | CORRECTED,
     "Lamb": ALONE | OF_STATE | {"eps inside": {"options": {"eps_inside_sqrt": True}}},
     "OneBitLion": CORRECTED | {f"mean, W = {w}": {"options": {"aggregation": "mean"}, "world_size": w} for w in (2, 8)},
+    "OneBitMuon": CORRECTED | {"no Nesterov": {"options": {"nesterov": False}}},
     "ZeroOneAdam": COMPRESSING,
     "ZeroOneAdam with own variances": {},
     "MarsitSGD": OF_ROUNDS | {"no momentum": {"options": {"momentum": 0.0}}},
@@ -293,6 +297,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "a scale for each bucket",
     ),
     "ZeroOneAdam with own variances": ROUNDED,
+    "OneBitMuon": ("masks",),
 }
 """Options that an optimizer of these has not."""
 

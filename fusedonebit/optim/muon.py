@@ -45,7 +45,7 @@ class MuonOptions(Options):
     ns_dtype: torch.dtype
     ns_eps: float
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
-    takes: ClassVar[frozenset[str]] = Options.takes - {"bias_correction", "eps_inside_sqrt", "capturable"}
+    takes: ClassVar[frozenset[str]] = Options.takes - {"mask", "bias_correction", "eps_inside_sqrt", "capturable"}
     usual: ClassVar[dict[str, Any]] = {"bias_correction": True}
     recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn")
 
@@ -59,6 +59,7 @@ class Muon(Algorithm):
 
     traits: ClassVar = Traits(MuonOptions, {"one-bit": True}, continues=False, shards=False, corrects=True)
     options: MuonOptions
+    exchange: OwnedExchange | None = None
 
     @classmethod
     def check(cls, frame: Frame) -> None:
@@ -109,7 +110,12 @@ class Muon(Algorithm):
             raise RuntimeError("add_param_group must be called before the first step; construct a new optimizer")
 
     def momentum(self, param: Tensor) -> Tensor:
-        return self.value_of("momentum_buffer", self.frame.index(param)).to(torch.float32, copy=True)
+        i, plist = self.frame.index(param), self.frame.parameters
+        if averaged(self.frame.groups[plist.group_of[i]]):
+            return self.value_of("exp_avg", i).to(torch.float32, copy=True)
+        if self.exchange is None:
+            return self.value_of("momentum_buffer", i).to(torch.float32, copy=True)
+        return plist.shaped(self.exchange.momentum(i).reshape(-1), i, 0).clone()
 
 
 def _check_shapes(group: Mapping[str, Any], where: str) -> None:

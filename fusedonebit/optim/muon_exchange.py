@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from ..comm.owners import Batch
 from ..comm.reducer import Compress
 from ..core.exchange import Exchange
 from ..core.frame import Frame
+from ..core.header import Fields
 from ..core.stage import Stage
 from ..core.state_tensor import StateTensor
 from ..triton_kernels import apply_momentum
 from ..triton_kernels.gradient_scaling import SQUARES
 from ..triton_kernels.nouns import Divisor, Signs
-from .orthogonal import Matrices, by_block
+from .orthogonal import HEADER, OF_SEVERAL, WHITENED, Matrices, by_block, raw
 from .rest import Rest
 from .whitening import Whitening
 
@@ -49,8 +50,7 @@ class OneBit(Stage):
             flags, exchange.absent_of_rest = self._rest.average(grads, exchange.reducer.verdict.digest, abort)
             context = context._replace(pending=flags.clone())
 
-        if exchange.whitening.due(frame.steps.count.total - 1):
-            exchange.whitening.renew()
+        exchange.whitening.prepare(frame.steps.count.total - 1)
         whitened = exchange.whitening.whitened(members.of(grads))
 
         def compress(part: OwnedSigns) -> None:
@@ -64,6 +64,14 @@ class OneBit(Stage):
         return exchange.restore_absent()
 
 
+class Whole(NamedTuple):
+    """What owners have of all matrices, float32 [P] each; empty unless somebody saves, looks at or loads it."""
+
+    momentum: Tensor
+    gram: Tensor
+    made_of: Tensor
+
+
 class OwnedExchange(Exchange):
     """Exchanges matrices with their owners.
 
@@ -74,6 +82,7 @@ class OwnedExchange(Exchange):
         orthogonalise: As of ``MuonUpdate``.
     """
 
+    header_fields: ClassVar[Fields] = HEADER
     reducer: OwnedSigns
 
     def __init__(
@@ -81,12 +90,14 @@ class OwnedExchange(Exchange):
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
             directions = [direction for _, direction in batches]
-            for direction, raw in zip(directions, self.whitening.back(directions), strict=True):
-                direction.copy_(orthogonalise(raw))
+            for direction, made in zip(directions, self.whitening.back(directions), strict=True):
+                direction.copy_(orthogonalise(made))
 
         self.members, layout = matrices.members, matrices.members.layout
         self.compensated = torch.zeros(layout.numel, device=frame.device)
-        self.whole = frame.nothing  # the momentum of all owners, while somebody saves or loads it
+        self._shapes = matrices.shapes
+        self._nothing = Whole(*[frame.nothing] * 3)
+        self.whole = self._nothing
         self.absent_of_rest: Tensor | None = None
         with_whom = layout, matrices.shapes, frame.ranks.transport
         super().__init__(frame, OwnedSigns(*with_whom, update, shares, self.compensated, self.members.live))
@@ -109,7 +120,7 @@ class OwnedExchange(Exchange):
         return self.reducer.flags
 
     def synchronise(self, compress: Compress, context: StepContext, coef: Tensor) -> Tensor:
-        self.whole = self.frame.nothing
+        self.whole = self._nothing
         self.reducer.synchronise(compress, self.completed(context))
         self.reducer.verdict.absent = self._absent()
         return self.take_verdict(coef)
@@ -127,22 +138,50 @@ class OwnedExchange(Exchange):
         return found
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
-        """Return what is left of gradients, of which each rank has its own, and the momentum, once it is gathered."""
-        which = self.members.which
-        left = StateTensor("worker_error", "element", self.compensated, of_rank=True, members=which)
-        return left, StateTensor("momentum_buffer", "element", self.whole, members=which)
+        """Return what is left of gradients, of which each rank has its own, and what owners have, once it is gathered.
+
+        All are in the basis in which they are compressed: raw ones times (``whitened_by``)^(1/2).
+        """
+        which, whole = self.members.which, self.whole
+        of_rank: dict[str, Any] = {"of_rank": True, "only": OF_SEVERAL, "members": which}
+        left = StateTensor("worker_error", "element", self.compensated, **of_rank)
+        m = StateTensor("momentum_buffer", "element", whole.momentum, members=which)
+        of_grams: dict[str, Any] = {"members": which, "only": WHITENED}
+        mean = StateTensor("gram", "element", whole.gram, **of_grams)
+        return left, m, mean, StateTensor("whitened_by", "element", whole.made_of, **of_grams)
+
+    def momentum(self, i: int) -> Tensor:
+        """Return the momentum of matrix ``i``, raw, float32 of as many elements; raise RuntimeError if not gathered."""
+        if not len(self.whole.momentum):
+            raise RuntimeError(
+                "momentum() of OneBitMuon: each matrix's is its owner's alone; first call state_dict() on all ranks, "
+                "which gathers them until the next step"
+            )
+        m, _, made_of = (self.members.layout.cut(each)[i] if len(each) else None for each in self.whole)
+        assert m is not None
+        return m if made_of is None else raw(m, made_of, self._shapes[i])
+
+    def plain_state(self) -> dict[str, Any]:
+        return {WHITENED: self.whitening.whole, OF_SEVERAL: True}
 
     def settle(self, compressed: bool = True) -> None:
-        """Form what is left, and gather the momentum from its owners; all ranks call it."""
+        """Form what is left, and gather what owners have; all ranks call it."""
         super().settle()
-        self.whitening.end()
+        white, reducer = self.whitening, self.reducer
         with self.frame.steps.whole("a look at the momentum"):
-            self.whole = self.reducer.gathered_momentum()
+            momentum = reducer.of_all(reducer.momentum)
+            if not white.whole:
+                self.whole = self._nothing._replace(momentum=momentum)
+            else:
+                self.whole = Whole(momentum, white.gathered(white.grams), white.gathered(white.made_of))
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        self.whole = torch.zeros_like(self.compensated)
+        self.whole = Whole(*(torch.zeros_like(self.compensated) for _ in Whole._fields))
 
     def resumed(self, header: Mapping[str, Any]) -> None:
-        self.reducer.take_momentum(self.whole)
+        momentum, *grams = self.whole
+        self.reducer.momentum.copy_(self.reducer.of_owner(momentum))
+        if header[WHITENED]:
+            self.whitening.resume(*grams)
         self.reducer.keep_all()
-        self.whole = self.frame.nothing
+        self.whole = self._nothing

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.owners import Shape
 from ..core.frame import Frame
+from ..core.header import FLAG, Field, Fields
 from ..core.members import Members
 from ..core.part import Part
 from ..core.state_tensor import StateTensor
 from ..triton_kernels import FlatLayout, move_along
 
 Coefficients = tuple[float, float, float]
+LEAST = 1e-4
+"""Of the mean square of singular values, what is added to each before its inverse root is taken."""
+WHITENED = "whitened"
+"""The key of a checkpoint's header that says whether its momenta are."""
+OF_SEVERAL = "of_several"
+"""And whether it is of several ranks, of which each has residuals."""
+HEADER: Fields = {WHITENED: Field(FLAG), OF_SEVERAL: Field(FLAG)}
 
 
 def orthogonalised(x: Tensor, coefficients: Coefficients, steps: int, eps: float, dtype: torch.dtype) -> Tensor:
@@ -86,6 +94,8 @@ class MuonUpdate(Part):
         momentum: float32 [P].
     """
 
+    header_fields: ClassVar[Fields] = HEADER
+
     def __init__(
         self,
         frame: Frame,
@@ -96,6 +106,7 @@ class MuonUpdate(Part):
         self._frame, self._shares, self._orthogonalise = frame, shares, orthogonalise
         self._members, layout = matrices.members, matrices.members.layout
         self.momentum = torch.zeros(layout.numel, device=frame.device)
+        self._whitened_by = frame.nothing
         self._scale = by_block(layout, matrices.sizes).to(frame.device)
         self._shapes = shapes = list(matrices.shapes)
         self._alike = [[i for i, own in enumerate(shapes) if own == shape] for shape in dict.fromkeys(shapes)]
@@ -122,7 +133,37 @@ class MuonUpdate(Part):
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         which = self._members.which
-        return (StateTensor("momentum_buffer", "element", self.momentum, published=True, members=which),)
+        m = StateTensor("momentum_buffer", "element", self.momentum, published=True, members=which)
+        of_several: dict[str, Any] = {"members": which, "only": WHITENED}
+        by = StateTensor("whitened_by", "element", self._whitened_by, **of_several)
+        return m, by, StateTensor("gram", "element", self._frame.nothing, wanted=False, **of_several)
+
+    def plain_state(self) -> dict[str, Any]:
+        return {WHITENED: False, OF_SEVERAL: False}
+
+    def resume(self, header: Mapping[str, Any]) -> None:
+        if header[WHITENED]:
+            self._whitened_by = torch.zeros_like(self.momentum)
+
+    def resumed(self, header: Mapping[str, Any]) -> None:
+        if header[WHITENED]:  # by several ranks
+            cut = self._members.layout.cut
+            for m, by, shape in zip(cut(self.momentum), cut(self._whitened_by), self._shapes, strict=True):
+                m.copy_(raw(m, by, shape).view(-1))
+            self._whitened_by = self._frame.nothing
+
+
+def raw(momentum: Tensor, made_of: Tensor, shape: Shape) -> Tensor:
+    """Return a momentum, float32 of ``shape``, as it was before it was whitened.
+
+    Args:
+        momentum: Whitened, of as many elements.
+        made_of: With what: a Gram matrix, its elements the first of as many.
+        shape: Rows and columns.
+    """
+    n = min(shape)
+    _, back = inverse_root(made_of.reshape(-1)[: n * n].view(1, n, n))
+    return times(momentum.reshape(1, *shape), back)[0]
 
 
 def by_block(layout: FlatLayout, sizes: Sequence[float]) -> Tensor:
@@ -131,3 +172,22 @@ def by_block(layout: FlatLayout, sizes: Sequence[float]) -> Tensor:
     for i, size in enumerate(sizes):
         found[slice(*layout.first_block[i : i + 2])] = size
     return found
+
+
+def times(x: Tensor, side: Tensor) -> Tensor:
+    """Multiply matrices [count, rows, columns] by ``side`` [count, n, n] of their smaller side."""
+    return torch.bmm(x, side) if x.shape[1] >= x.shape[2] else torch.bmm(side, x)
+
+
+def gram(x: Tensor) -> Tensor:
+    """Return the Gram matrices of the smaller side of ``x`` [count, rows, columns]: [count, n, n]."""
+    return torch.bmm(x.mT, x) if x.shape[1] >= x.shape[2] else torch.bmm(x, x.mT)
+
+
+def inverse_root(square: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverse roots and the roots of Gram matrices [count, n, n]; of nothing the identity."""
+    values, q = torch.linalg.eigh(square)
+    mean = values.mean(-1, keepdim=True)
+    values = torch.where(mean > 0, values.clamp(min=0) + LEAST * mean, 1.0)
+    root = values.sqrt()[:, None]
+    return (q / root) @ q.mT, (q * root) @ q.mT

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from ..comm.owned_signs import OwnedSigns
-from .orthogonal import Matrices
+from .orthogonal import Matrices, gram, inverse_root, times
 
 EVERY = 100
 """Steps from one renewal to the next; the first come after 1, 2, 4, ... of them. A float of n*n each is sent."""
-LEAST = 1e-4
-"""Of the mean square of singular values, what is added to each."""
 FOLLOWS = 0.05
 """How much the newest momentum weighs in the mean of Gram matrices."""
 
@@ -32,7 +30,9 @@ class Whitening:
         reducer: Which sends them.
 
     Attributes:
-        whole: Whether there is anything to whiten with.
+        whole: Whether there is anything to whiten with, or will be from the next step on.
+        grams: Of each batch that this rank owns the mean of its momenta's Gram matrices, float32 [count, n, n].
+        made_of: Those that it whitens with.
     """
 
     def __init__(self, matrices: Matrices, reducer: OwnedSigns) -> None:
@@ -45,11 +45,16 @@ class Whitening:
         self._back: list[Tensor] = []  # of each of the batches, the inverses
         self._followed = False
         sides = [(batch.number, min(batch.shape)) for batch in self._batches]
-        self._grams = [torch.zeros(count, n, n, device=reducer.device) for count, n in sides]
+        self.grams, self.made_of = (
+            [torch.zeros(count, n, n, device=reducer.device) for count, n in sides] for _ in range(2)
+        )
 
-    def due(self, step: int) -> bool:
-        """Tell whether a renewal comes before this step, counted from 0, alike on all ranks."""
-        return step > 0 and (not self.whole or step % EVERY == 0 or (step < EVERY and step & (step - 1) == 0))
+    def prepare(self, step: int) -> None:
+        """Renew where that is due before this step, counted from 0, alike on all ranks; all of them call it."""
+        if self.whole and not self._white:
+            self._make()
+        if step > 0 and (not self.whole or step % EVERY == 0 or (step < EVERY and step & (step - 1) == 0)):
+            self._renew()
 
     def whitened(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return gradients, float32, as they are compressed."""
@@ -73,29 +78,36 @@ class Whitening:
     def follow(self) -> None:
         """Follow the Gram matrices of the momenta that this rank owns."""
         self._followed = True
-        for followed, momenta in zip(self._grams, self.back(self._momenta()), strict=True):
+        for followed, momenta in zip(self.grams, self.back(self._momenta()), strict=True):
             followed.lerp_(gram(momenta), FOLLOWS)
 
     def _momenta(self) -> list[Tensor]:
         return [batch.of(self._reducer.momentum) for batch in self._batches]
 
-    def renew(self) -> None:
-        """Make anew what whitens, and bring to it momenta and residuals; all ranks call it."""
+    def _renew(self) -> None:
+        """Make anew what whitens, and bring to it momenta and residuals."""
         if not self._followed:
-            self.follow()  # of a checkpoint the momentum alone is there
-        roots = [inverse_root(each) for each in self._grams]
-        for m, raw, (white, _) in zip(self._momenta(), self.back(self._momenta()), roots, strict=True):
-            m.copy_(times(raw, white))
-        self._back = [back for _, back in roots]
-        before, self._white, was = self._white, self._gathered([white for white, _ in roots]), self.whole
+            self.follow()  # of a rank alone the momentum alone is there
+        raw, before = self.back(self._momenta()), self._white
+        for ours, newest in zip(self.made_of, self.grams, strict=True):
+            ours.copy_(newest)
+        own = self._make()
+        for m, each, white in zip(self._momenta(), raw, own, strict=True):
+            m.copy_(times(each, white))
         self._reducer.settle()
         left = self._reducer.layout.cut(self._reducer.compensated)
-        for k, own in enumerate(self._alike):
-            e = torch.stack([left[i].view(self._shapes[i]) for i in own])
-            e = times(e, torch.linalg.inv_ex(before[k])[0]) if was else e
+        for k, alike in enumerate(self._alike):
+            e = torch.stack([left[i].view(self._shapes[i]) for i in alike])
+            e = times(e, torch.linalg.inv_ex(before[k])[0]) if before else e
             turned = times(e, self._white[k]).flatten(1)
-            torch._foreach_copy_([left[i] for i in own], list(turned.unbind(0)))
-        self.whole = True
+            torch._foreach_copy_([left[i] for i in alike], list(turned.unbind(0)))
+
+    def _make(self) -> list[Tensor]:
+        """Make what whitens, and send it to all; return what this rank's batches are whitened with."""
+        roots = [inverse_root(each) for each in self.made_of]
+        own, self._back = ([root[k] for root in roots] for k in range(2))
+        self._white, self.whole = self._gathered(own), True
+        return own
 
     def _gathered(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return what all owners have made, by shape; all ranks call it."""
@@ -119,36 +131,20 @@ class Whitening:
             found.append(torch.stack(each))
         return found
 
-    def end(self) -> None:
-        """Let momenta and residuals be what they are without; the next step renews."""
-        if not self.whole:
-            return
-        for m, raw in zip(self._momenta(), self.back(self._momenta()), strict=True):
-            m.copy_(raw)
-        left = self._reducer.layout.cut(self._reducer.compensated)
-        for own, white in zip(self._alike, self._white, strict=True):
-            e = torch.stack([left[i].view(self._shapes[i]) for i in own])
-            raw = times(e, torch.linalg.inv_ex(white)[0]).flatten(1)
-            torch._foreach_copy_([left[i] for i in own], list(raw.unbind(0)))
-        self.whole, self._followed, self._white, self._back = False, False, [], []
-        for followed in self._grams:
-            followed.zero_()
+    def gathered(self, grams: Sequence[Tensor]) -> Tensor:
+        """Return Gram matrices of all owners, n*n elements each at the first of its matrix's: float32 [P]."""
+        line = torch.zeros_like(self._reducer.momentum)
+        for place, each in zip(self._places(line), grams, strict=True):
+            place.copy_(each.flatten(1))
+        return self._reducer.of_all(line)
 
+    def resume(self, grams: Tensor, made_of: Tensor) -> None:
+        """Take this owner's part of what ``gathered`` returned; momenta and residuals are whitened with the second."""
+        for ours, whole in ((self.grams, grams), (self.made_of, made_of)):
+            for own, place in zip(ours, self._places(self._reducer.of_owner(whole)), strict=True):
+                own.copy_(place.view(own.shape))
+        self.whole, self._followed, self._white, self._back = True, True, [], []
 
-def times(x: Tensor, side: Tensor) -> Tensor:
-    """Multiply matrices [count, rows, columns] by ``side`` [count, n, n] of their smaller side."""
-    return torch.bmm(x, side) if x.shape[1] >= x.shape[2] else torch.bmm(side, x)
-
-
-def gram(x: Tensor) -> Tensor:
-    """Return the Gram matrices of the smaller side of ``x`` [count, rows, columns]: [count, n, n]."""
-    return torch.bmm(x.mT, x) if x.shape[1] >= x.shape[2] else torch.bmm(x, x.mT)
-
-
-def inverse_root(square: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverse roots and the roots of Gram matrices [count, n, n]; of nothing the identity."""
-    values, q = torch.linalg.eigh(square)
-    mean = values.mean(-1, keepdim=True)
-    values = torch.where(mean > 0, values.clamp(min=0) + LEAST * mean, 1.0)
-    root = values.sqrt()[:, None]
-    return (q / root) @ q.mT, (q * root) @ q.mT
+    def _places(self, line: Tensor) -> list[Tensor]:
+        """View in this owner's elements those of its Gram matrices, [count, n*n]."""
+        return [batch.of(line).flatten(1)[:, : min(batch.shape) ** 2] for batch in self._batches]

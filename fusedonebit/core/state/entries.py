@@ -34,7 +34,7 @@ def of(frame: Frame, kept: Sequence[StateTensor], names: Collection[str] = ()) -
     """
     tensors = range(len(frame.parameters))
     specs = [s for s in kept if s.wanted or (s.taken_by and s.name in names)]
-    if any(spec.of_rank for spec in specs):
+    if any(spec.of_rank for spec in specs) and (not names or RANK.name in names):
         specs.append(RANK)
     found = [(spec, i) for spec in specs for i in (spec.of(tensors) if spec.by_parameter else tensors[:1])]
     return found + [(spec, i) for spec in kept if spec.name == MASTER for i in frame.parameters.with_masters]
