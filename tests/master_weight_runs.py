@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from freeze_runs import gradient
 from observe import fingerprint, parameters, through_a_file
-from optimizers import by_name
+from optimizers import by_name, muon
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,6 +24,7 @@ KINDS: dict[str, Any] = {
     "OneBitAdam": by_name(OneBitAdam, freeze_step=FREEZE, guard="off"),
     "OneBitAdam, m undivided": by_name(OneBitAdam, freeze_step=FREEZE, guard="off", precondition=False),
     "OneBitLion": by_name(OneBitLion),
+    "OneBitMuon": by_name(muon),
 }
 COPIED: dict[str, Any] = {"OneBitLamb": by_name(OneBitLamb, freeze_step=FREEZE, guard="off"), "Lamb": by_name(Lamb)}
 

@@ -20,5 +20,7 @@ def as_matrices(groups: list[dict[str, Any]], *args: Any, **options: Any) -> One
     params = [p for group in groups for p in group["params"]]
     shaped = [p for p in params if rows_of(p.numel()) > 1] or params
     for p in shaped:
+        grad, p.grad = p.grad, None
         p.data = p.data.view(rows_of(p.numel()), -1)
+        p.grad = None if grad is None else grad.view(p.shape)
     return muon(groups, *args, **options)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from optimizers import by_name
+from optimizers import by_name, muon
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -20,6 +20,7 @@ Make = Callable[..., Any]
 OWN: dict[str, Make] = {
     "lion": by_name(OneBitLion, lr=1e-3),
     "lion, mean": by_name(OneBitLion, lr=1e-3, aggregation="mean"),
+    "muon": by_name(muon, lr=1e-2),
     "marsit": by_name(MarsitSGD, lr=1e-2, full_precision_every=4),
     "marsit, owner": by_name(MarsitSGD, lr=1e-2, full_precision_every=4, topology="owner"),
     "marsit adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=4),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from observe import fingerprint, through_a_file
-from optimizers import by_name
+from optimizers import by_name, muon
 from ranks import run_ranks, simulate
 from rounds import Script
 from torch import Tensor
@@ -36,6 +36,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "zero-one-adam": by_name(ZeroOneAdam, lr=1e-2, variance_policy=SCRIPT, sync_policy=SCRIPT),
     "marsit-sgd": by_name(MarsitSGD, lr=1e-2, full_precision_every=3),
     "marsit-adam": by_name(MarsitAdam, lr=1e-2, full_precision_every=3, local_steps=2, topology="owner"),
+    "onebit-muon": by_name(muon, lr=1e-2),
     "onebit-lion": by_name(OneBitLion, lr=1e-3),
     "onebit-lion, mean": by_name(OneBitLion, lr=1e-3, aggregation="mean"),
 }

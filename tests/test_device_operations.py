@@ -24,6 +24,7 @@ from fusedonebit import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
+    OneBitMuon,
     Rounds,
     Wire,
     ZeroOneAdam,
@@ -249,3 +250,43 @@ def test_a_bucket_of_compressed_gradients_is_four_launches(tensors, bits, feedba
     print(f"{bits} bits, residuals in {feedback}, {tensors} tensors: {dict(found)}")
     kernels = ["quantise", "requantise", "dequantise"] + ["take_back"] * (feedback is not None)
     assert found == Counter([f"kernel {name}" for name in kernels] + ["collective all_to_all", "collective all_gather"])
+
+
+NS_STEPS = 5
+PRODUCTS = {"bmm", "baddbmm", "baddbmm_"}
+OF_MUON = ("kernel", "collective", "index", "index_put_")
+
+
+def step_of_muon(rank: int, transport: SimulatedTransport, tensors: int) -> Counter[str]:
+    """What the seventh step does, between two renewals, on matrices of two shapes, by the first word of its name."""
+    params = [torch.nn.Parameter(torch.ones((16, 8) if i % 2 else (8, 24))) for i in range(tensors)]
+    optimizer = OneBitMuon(params, 1e-2, ns_steps=NS_STEPS, process_group=transport)
+    for p in params:
+        p.grad = torch.randn(p.shape)
+    for _ in range(6):
+        optimizer.step()
+    with counting() as counted:
+        optimizer.step()
+    found: Counter[str] = Counter()
+    for name, count in counted.items():
+        found[name.split()[0]] += count
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::fusedonebit.FusedOneBitWarning")
+@pytest.mark.parametrize("tensors", [4, 302])
+def test_a_step_of_muon_beside_its_products_is_eleven_operations(tensors):
+    shapes = 2
+    with using("triton"), without_kernels():
+        found = SimulatedGroup(2).run(partial(step_of_muon, tensors=tensors))[0]
+    step = sum(found[name] for name in OF_MUON)
+    products = sum(found[name] for name in PRODUCTS)
+    whitening = products - shapes * 3 * NS_STEPS
+    others = {name: n for name, n in found.items() if name not in {*OF_MUON, *PRODUCTS, "_local_scalar_dense"}}
+    print(
+        f"OneBitMuon, {tensors} matrices of {shapes} shapes: {step} device operations whatever their number (limit 11)"
+    )
+    print(f"for each shape: {3 * NS_STEPS} products of Newton-Schulz, {whitening / shapes} of whitening, {others}")
+    assert step <= 11
+    assert whitening == 3 * shapes
+    assert sum(others.values()) <= 6 * shapes

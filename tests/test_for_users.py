@@ -169,7 +169,8 @@ def scaled(rank: int, transport: Transport, name: str, overflows: tuple[int, ...
 @pytest.mark.long(but=6)
 @EACH
 def test_scaled_losses_and_skipped_overflows_leave_no_trace(name):
-    """But Marsit draws anew for a round that it takes again, and a living variance, or what whitens, is renewed by its count of calls."""
+    """But Marsit draws anew for a round that it takes again, and a living variance is renewed by its count of calls, as
+    what whitens is."""
     plain = simulate(scaled, 3, name, None)
     assert simulate(scaled, 3, name, ()) == plain
     if name in STEPWISE and not name.startswith(("Marsit", "OneBitMuon")) and "living" not in name:

@@ -207,6 +207,7 @@ def test_whole_steps_launch_all_ops_in_all_phases(all_keys):
         "AdamW": {"uncompressed"},
         "Lamb": {"uncompressed"},
         "OneBitLion": {"one-bit"},
+        "OneBitMuon": {"one-bit"},
         "compress": {"compressed"},
     }
     assert phases == expected

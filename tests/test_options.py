@@ -73,8 +73,11 @@ USUAL |= dict.fromkeys(("process_group", "sync_policy", "variance_policy"))
 USUAL |= {field.name: field.default for kind in OBJECTS if kind is not Freeze for field in fields(kind)}
 """A value of each option of any optimizer, by name."""
 
-LIKE = dict.fromkeys(EVERY, torch.optim.AdamW) | {MarsitSGD: torch.optim.SGD, OneBitMuon: torch.optim.Muon}
-TORCHS = {kind: inspect.signature(LIKE[kind]).parameters for kind in EVERY}
+LIKE = {MarsitSGD: (torch.optim.SGD,), OneBitMuon: (torch.optim.SGD, torch.optim.Muon)}
+TORCHS = {
+    kind: {k: v for like in LIKE.get(kind, (torch.optim.AdamW,)) for k, v in inspect.signature(like).parameters.items()}
+    for kind in EVERY
+}
 
 
 def given(kind: Any) -> list[Any]:

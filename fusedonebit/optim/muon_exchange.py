@@ -50,7 +50,7 @@ class OneBit(Stage):
             flags, exchange.absent_of_rest = self._rest.average(grads, exchange.reducer.verdict.digest, abort)
             context = context._replace(pending=flags.clone())
 
-        exchange.whitening.prepare(frame.steps.count.total - 1)
+        exchange.whitening.prepare(frame.steps.outcomes.attempts - 1)
         whitened = exchange.whitening.whitened(members.of(grads))
 
         def compress(part: OwnedSigns) -> None:
@@ -163,6 +163,9 @@ class OwnedExchange(Exchange):
 
     def plain_state(self) -> dict[str, Any]:
         return {WHITENED: self.whitening.whole, OF_SEVERAL: True}
+
+    def held(self) -> Sequence[Tensor]:
+        return [*super().held(), *self.whitening.held()]
 
     def settle(self, compressed: bool = True) -> None:
         """Form what is left, and gather what owners have; all ranks call it."""

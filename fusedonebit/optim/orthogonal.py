@@ -174,20 +174,17 @@ def by_block(layout: FlatLayout, sizes: Sequence[float]) -> Tensor:
     return found
 
 
-def times(x: Tensor, side: Tensor) -> Tensor:
+def times(x: Tensor, side: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply matrices [count, rows, columns] by ``side`` [count, n, n] of their smaller side."""
-    return torch.bmm(x, side) if x.shape[1] >= x.shape[2] else torch.bmm(side, x)
-
-
-def gram(x: Tensor) -> Tensor:
-    """Return the Gram matrices of the smaller side of ``x`` [count, rows, columns]: [count, n, n]."""
-    return torch.bmm(x.mT, x) if x.shape[1] >= x.shape[2] else torch.bmm(x, x.mT)
+    return torch.bmm(*((x, side) if x.shape[1] >= x.shape[2] else (side, x)), out=out)
 
 
 def inverse_root(square: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverse roots and the roots of Gram matrices [count, n, n]; of nothing the identity."""
-    values, q = torch.linalg.eigh(square)
-    mean = values.mean(-1, keepdim=True)
-    values = torch.where(mean > 0, values.clamp(min=0) + LEAST * mean, 1.0)
-    root = values.sqrt()[:, None]
+    """Return the inverse roots and the roots of Gram matrices [count, n, n]; of nothing, or no number, the identity."""
+    mean = square.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    unit = torch.eye(square.shape[-1], device=square.device).expand_as(square)
+    usable = (mean > 0) & square.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    mean = torch.where(usable, mean, 1.0)
+    values, q = torch.linalg.eigh(torch.where(usable, square / mean, unit))
+    root = torch.where(usable[..., 0], values.clamp(min=0) + LEAST, 1.0).mul(mean[..., 0]).sqrt()[:, None]
     return (q / root) @ q.mT, (q * root) @ q.mT

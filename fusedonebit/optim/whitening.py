@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.owned_signs import OwnedSigns
-from .orthogonal import Matrices, gram, inverse_root, times
+from ..comm.owners import Shape
+from .orthogonal import Matrices, inverse_root, times
 
 EVERY = 100
 """Steps from one renewal to the next; the first come after 1, 2, 4, ... of them. A float of n*n each is sent."""
 FOLLOWS = 0.05
 """How much the newest momentum weighs in the mean of Gram matrices."""
+
+
+class Stack(NamedTuple):
+    """Matrices of one shape, float32 [count, rows, columns], and each: the same objects in every step."""
+
+    whole: Tensor
+    each: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, count: int, shape: Shape, device: torch.device) -> Stack:
+        """Make room for so many."""
+        whole = torch.empty(count, *shape, device=device)
+        return cls(whole, whole.unbind(0))
 
 
 class Whitening:
@@ -31,8 +46,8 @@ class Whitening:
 
     Attributes:
         whole: Whether there is anything to whiten with, or will be from the next step on.
-        grams: Of each batch that this rank owns the mean of its momenta's Gram matrices, float32 [count, n, n].
-        made_of: Those that it whitens with.
+        grams: Of each batch that this rank owns its whitened momenta's mean Gram matrices, float32 [count, n, n].
+        made_of: Of raw momenta, those that it whitens with.
     """
 
     def __init__(self, matrices: Matrices, reducer: OwnedSigns) -> None:
@@ -43,6 +58,7 @@ class Whitening:
         self._batches = reducer.owners.batches(reducer.transport.rank)
         self._white: list[Tensor] = []  # of each of the shapes, float32 [count, n, n]
         self._back: list[Tensor] = []  # of each of the batches, the inverses
+        self._made: list[Stack] = []  # of each of the shapes, the gradients that are whitened
         self._followed = False
         sides = [(batch.number, min(batch.shape)) for batch in self._batches]
         self.grams, self.made_of = (
@@ -57,16 +73,17 @@ class Whitening:
             self._renew()
 
     def whitened(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return gradients, float32, as they are compressed."""
+        """Return gradients, float32, as they are compressed: from step to step where they were."""
         if not self.whole:
             return grads
         found = list(grads)
-        for own, white in zip(self._alike, self._white, strict=True):
-            shape = self._shapes[own[0]]
-            nothing = white.new_zeros(()).expand(shape)
-            given = [grads[i].as_strided(shape, (shape[1], 1)) if grads[i].numel() else nothing for i in own]
-            for i, made in zip(own, times(torch.stack(given).float(), white).unbind(0), strict=True):
-                found[i] = made if grads[i].numel() else grads[i]
+        for own, white, made in zip(self._alike, self._white, self._made, strict=True):
+            # What is absent is whatever was there, which nobody takes.
+            there = ((grads[i], was) for i, was in zip(own, made.each, strict=True))
+            given = [g.as_strided(was.shape, was.stride()) if g.numel() else was for g, was in there]
+            times(torch.stack(given).float(), white, made.whole)
+            for i, each in zip(own, made.each, strict=True):
+                found[i] = each if grads[i].numel() else grads[i]
         return found
 
     def back(self, directions: Sequence[Tensor]) -> list[Tensor]:
@@ -78,22 +95,28 @@ class Whitening:
     def follow(self) -> None:
         """Follow the Gram matrices of the momenta that this rank owns."""
         self._followed = True
-        for followed, momenta in zip(self.grams, self.back(self._momenta()), strict=True):
-            followed.lerp_(gram(momenta), FOLLOWS)
+        for followed, m in zip(self.grams, self._momenta(), strict=True):
+            a, b = (m.mT, m) if m.shape[1] >= m.shape[2] else (m, m.mT)
+            followed.baddbmm_(a, b, beta=1 - FOLLOWS, alpha=FOLLOWS)
 
     def _momenta(self) -> list[Tensor]:
         return [batch.of(self._reducer.momentum) for batch in self._batches]
 
     def _renew(self) -> None:
-        """Make anew what whitens, and bring to it momenta and residuals."""
+        """Make anew what whitens, and bring to it momenta, their Gram matrices and residuals."""
         if not self._followed:
             self.follow()  # of a rank alone the momentum alone is there
         raw, before = self.back(self._momenta()), self._white
-        for ours, newest in zip(self.made_of, self.grams, strict=True):
-            ours.copy_(newest)
+        for made_of, newest in zip(self.made_of, self._both_sides(self._back), strict=True):
+            finite = newest.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+            made_of.copy_(torch.where(finite, newest, 0.0))  # after a gradient that was too large they begin anew
         own = self._make()
         for m, each, white in zip(self._momenta(), raw, own, strict=True):
             m.copy_(times(each, white))
+        for followed, made_of in zip(self.grams, self.made_of, strict=True):
+            followed.copy_(made_of)
+        for followed, turned in zip(self.grams, self._both_sides(own), strict=True):
+            followed.copy_(turned)
         self._reducer.settle()
         left = self._reducer.layout.cut(self._reducer.compensated)
         for k, alike in enumerate(self._alike):
@@ -102,11 +125,17 @@ class Whitening:
             turned = times(e, self._white[k]).flatten(1)
             torch._foreach_copy_([left[i] for i in alike], list(turned.unbind(0)))
 
+    def _both_sides(self, sides: Sequence[Tensor]) -> list[Tensor]:
+        """Return what Gram matrices are of matrices that are multiplied by ``sides``; of none they themselves."""
+        pairs = zip(self.grams, sides, strict=True) if sides else ()
+        return [torch.bmm(torch.bmm(side, gram), side) for gram, side in pairs] or list(self.grams)
+
     def _make(self) -> list[Tensor]:
         """Make what whitens, and send it to all; return what this rank's batches are whitened with."""
         roots = [inverse_root(each) for each in self.made_of]
         own, self._back = ([root[k] for root in roots] for k in range(2))
         self._white, self.whole = self._gathered(own), True
+        self._made = [Stack.of(len(alike), self._shapes[alike[0]], self._reducer.device) for alike in self._alike]
         return own
 
     def _gathered(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -144,6 +173,10 @@ class Whitening:
             for own, place in zip(ours, self._places(self._reducer.of_owner(whole)), strict=True):
                 own.copy_(place.view(own.shape))
         self.whole, self._followed, self._white, self._back = True, True, [], []
+
+    def held(self) -> list[Tensor]:
+        """Return what lives from step to step."""
+        return [*self.grams, *self.made_of, *self._white, *self._back, *(made.whole for made in self._made)]
 
     def _places(self, line: Tensor) -> list[Tensor]:
         """View in this owner's elements those of its Gram matrices, [count, n*n]."""
