@@ -44,10 +44,11 @@ OF_LEVELS = {
     "requantise": ("headers", 0, "ranks"),
     "take_back": ("headers",),
     "dequantise": ("headers", 0, "ranks"),
-    "outer_mean": ("headers", 0, "ranks"),
 }
-"""The same of those that send gradients in few bits, or of matrices: over headers, 16 at a time, and over ranks."""
-HALVES = dict.fromkeys(("server_reduce", "finish", "local_update"), 1)
+"""The same of those that send gradients in few bits: over headers, 16 at a time, and over ranks."""
+WALKS = OF_LEVELS | {"outer_mean": ("headers", 0, "ranks")}
+"""And of what an owner of matrices does."""
+HALVES = dict.fromkeys(("server_reduce", "outer_mean", "finish", "local_update"), 1)
 HALVES |= dict.fromkeys(("tell_squares", "tell_level", "lion_compress"), 2)
 
 
@@ -106,10 +107,10 @@ class Kernel(NamedTuple):
     def loops(self) -> Iterable[int]:
         """How often each loop runs per block, in the order of the code."""
         counts: dict[Any, int] = {"headers": -(-self.world_size // 16), "ranks": self.world_size}
-        if self.op in OF_LEVELS:
+        if self.op in WALKS:
             return chain(
-                (counts.get(times, 0) for times in OF_LEVELS[self.op]),
-                repeat(counts["ranks"] * ("ranks" in OF_LEVELS[self.op])),
+                (counts.get(times, 0) for times in WALKS[self.op]),
+                repeat(counts["ranks"] * ("ranks" in WALKS[self.op])),
             )
         usual = LOOPS.get(self.op, (self.world_size,))
         found = SERVER_LOOPS[self.world_size] if self.op == "server_reduce" else usual
@@ -118,7 +119,7 @@ class Kernel(NamedTuple):
     @property
     def cached(self) -> int:
         """Bytes that every block reads and that stay in the cache: the headers of all ranks, 16 at a time."""
-        compares = self.op == "server_reduce" or "headers" in OF_LEVELS.get(self.op, ())
+        compares = self.op == "server_reduce" or "headers" in WALKS.get(self.op, ())
         groups = -(-self.world_size // 16) if compares else self.op in ("receive", "close_round")
         return groups * HEADERS
 
@@ -128,9 +129,7 @@ class Kernel(NamedTuple):
         draws = any(name.endswith("_drawn") for name in self.given) and {"*bf16", "*u8"} & set(self.given.values())
         if self.op in OF_LEVELS:
             kept = self.given.get("residual_numbers", "*fp32" if self.op == "take_back" else None)
-            draws = self.op != "dequantise" and (
-                kept in ("*bf16", "*u8") or (kept is None and self.given.get("BITS", 0) > 1)
-            )
+            draws = self.op != "dequantise" and (kept in ("*bf16", "*u8") or (kept is None and self.given["BITS"] > 1))
             return 2 * draws + (self.op != "take_back")  # and a digest, or the first header that is kept
         rounds = "rounding" in self.given or (bool(draws) and self.op != "lamb_move")  # which reads moments alone
         return 2 * rounds + (0 if "STEP_MOVES" in self.given else HALVES.get(self.op, 0))

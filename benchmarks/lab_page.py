@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from benchmarks.lab.contenders import CONTENDERS, HEADLINE
@@ -39,7 +40,7 @@ COMPRESSED += ("compress-8-fsdp", "compress-4-fsdp", "compress-8-fsdp-8bit", "co
 
 
 MUONS = tuple(name for name in CONTENDERS if name.startswith("onebit-muon-"))
-"""A bit each way around Muon, at Muon's rates."""
+"""A bit each way around Muon, at Muon's rates: what ``onebit-muon`` was chosen among."""
 OF_MATRICES = ("causal", "masked", "vgg", "resnet", "mlp", "lstm")
 """Tasks of matrices, on which those are trained, and SGD and Muon on compressed gradients."""
 BF16 = "bf16"
@@ -137,10 +138,15 @@ def page_tables(records: Records) -> str:
 
 def muon_tables(records: Records) -> str:
     """Return how much worse Muon is with a bit each way, by where that lies around Newton-Schulz."""
-    made = [v for v in views(records) if v.parents and any(v.runs(records, t, n) for t in OF_MATRICES for n in MUONS)]
-    every = [(v, rows(records, v, ["muon", *MUONS], OF_MATRICES)) for v in made]
+    of_each = [(v, _with_runs(records, v, ("onebit-muon", *MUONS))) for v in views(records) if v.parents]
+    every = [(v, rows(records, v, ["muon", *names], OF_MATRICES)) for v, names in of_each if names]
     short = [(v, [[cell.removeprefix("onebit-muon-") for cell in head], *body]) for v, (head, *body) in every]
     return "\n".join(f"{v.title.capitalize()}:\n\n{markdown(table)}" for v, table in short)
+
+
+def _with_runs(records: Records, view: View, names: Sequence[str]) -> list[str]:
+    """Return those that have runs on a task of matrices."""
+    return [name for name in names if any(view.runs(records, task, name) for task in OF_MATRICES)]
 
 
 def ablations(records: Records) -> str:
@@ -148,7 +154,7 @@ def ablations(records: Records) -> str:
     recorded = {key.optimizer for key in records.found}
     shown = {*HEADLINE, *LIVING, *VOTES, *MUONS, FROZEN}
     others = [name for name in CONTENDERS if name in recorded - shown and "compress-" not in name]
-    others = [name for name in others if name not in ("sgd", "muon", BF16)]
+    others = [name for name in others if name not in ("sgd", "muon", "onebit-muon", BF16)]
     view = View(parents=True)
     parts = map(list, zip(*rows(records, view, others), strict=True))
     return f"{markdown(rows(records, view, [FROZEN]))}\n{markdown(list(parts))}"

@@ -22,6 +22,8 @@ from .verdict import Scaled, Verdict, programs_of
 
 Update = Callable[[Sequence[tuple[Batch, Tensor]]], None]
 """Makes of directions of matrices, one batch [count, rows, columns] each, in place, what all shall move along."""
+Shares = Callable[[], tuple[float, float]]
+"""Tells two numbers of the step that is taken."""
 
 
 class _Counted(Scaled):
@@ -45,7 +47,7 @@ class OwnedSigns(Reducer):
         shapes: Of each, rows and columns.
         transport: Connects the ranks.
         update: What an owner does with the direction of its matrices.
-        shares: The momentum's of itself, and how much of the direction is the newest mean, the rest momentum.
+        shares: In each step the momentum's of itself, and the newest mean's of the direction, the rest momentum.
         compensated: c, float32 [P], of which e is what is left.
         live: Which elements count.
 
@@ -64,12 +66,12 @@ class OwnedSigns(Reducer):
         shapes: Sequence[Shape],
         transport: Transport,
         update: Update,
-        shares: tuple[float, float],
+        shares: Shares,
         compensated: Tensor,
         live: LiveTable,
     ) -> None:
         self.layout, self.transport, self._update, self.compensated = layout, transport, update, compensated
-        self.beta, self.lead = shares
+        self._shares = shares
         self.device = device = compensated.device
         world_size, rank = transport.world_size, transport.rank
         self.owners = owners = Owners(layout, shapes, world_size, device)
@@ -179,9 +181,8 @@ class OwnedSigns(Reducer):
         verdict, own = self.verdict, self.to_owners.words[self.transport.rank]
         arrived = SentSigns(self.arrived.bits, self.arrived.words, own)
         answer = self.served.words, self._header(context, 0, verdict.agreed)
-        shares = self.beta, self.lead
         of_chunk = self._chunk, self._arrived, self.momentum, self.direction
-        outer_mean(arrived, *of_chunk, *shares, verdict.hold, verdict.agreed, self.arrived_words, *answer)
+        outer_mean(arrived, *of_chunk, *self._shares(), verdict.hold, verdict.agreed, self.arrived_words, *answer)
         self._update(self._batches)
         pack(self.direction, self.served.bits[0])
         verdict.flags, verdict.absent = verdict.agreed, None

@@ -322,7 +322,7 @@ def of_squares(chosen: Chosen, how: Chosen, layout: Chosen) -> None:
 
 
 ROOM: dict[str, Callable[[Chosen, Chosen, Chosen], None]] = {
-    "apply_momentum": of_masters,
+    **either("apply_momentum move_along", of_masters),
     "momentum_compress": of_mean_squares,
     **either("adam_update lamb_update lamb_move", of_moments),
     **either("server_reduce outer_mean", of_a_server),

@@ -279,6 +279,11 @@ def test_bytes_of_a_parameter_are_counted():
     ("wrong", "told"),
     [
         ({"algorithm": "lion"}, "algorithm must be 'muon' or 'adamw', got 'lion'"),
+        ({"ns_steps": 0}, "ns_steps must be an int from 1 to 99, got 0"),
+        ({"ns_coefficients": 3.0}, "ns_coefficients must be three finite numbers, got 3.0"),
+        ({"ns_dtype": "bf16"}, "ns_dtype must be a torch.dtype of floats, .*, got 'bf16'"),
+        ({"eps": 0.0}, "eps must be a finite number > 0, got 0.0"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of 'original', 'match_rms_adamw', got 'rms'"),
         ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
     ],
     ids=str,
@@ -286,6 +291,12 @@ def test_bytes_of_a_parameter_are_counted():
 def test_bad_arguments_are_named(wrong, told):
     with pytest.raises(ValueError, match=told):
         OneBitMuon([Parameter(torch.zeros(8, 8))], **wrong)
+
+
+def test_momenta_of_groups_are_the_same():
+    groups = [{"params": [Parameter(torch.zeros(8, 8))]}, {"params": [Parameter(torch.zeros(8, 8))], "momentum": 0.5}]
+    with pytest.raises(ValueError, match=r"momentum must be the same in all groups, 0\.95, got 0\.5 in group 1"):
+        OneBitMuon(groups)
 
 
 def test_vectors_need_a_group():
@@ -310,3 +321,19 @@ def test_kernels_of_other_memory_formats_are_matrices_too():
         optimizer.step()
     for p, other in zip(given, plain, strict=True):
         torch.testing.assert_close(p.detach(), other.detach(), rtol=0.0, atol=1e-6)
+
+
+def test_momentum_may_change_between_steps():
+    def run(rank: int, transport: Any) -> None:
+        one, other = parameters(), parameters()
+        changes, stays = made(one, transport), made(other, transport)
+        for optimizer, params in ((changes, one), (stays, other)):
+            train(optimizer, params, rank, range(2))
+        for group in changes.param_groups:
+            group["momentum"] = 0.8
+        train(changes, one, rank, range(2, 4))
+        train(stays, other, rank, range(2, 4))
+        assert [torch.equal(p, q) for p, q in zip(one, other, strict=True)] == [i in REST for i in range(len(SHAPES))]
+
+    for ranks in (1, 2):
+        SimulatedGroup(ranks).run(run)

@@ -237,8 +237,8 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(tmp_path: Path, endless):
         (["--text", "/dev/null"], "can't be read"),
         (
             ["--optimizer", "sgd"],
-            "--optimizer must be of adamw, onebit-adam, zero-one-adam, onebit-lion, lamb, onebit-lamb, "
-            "onebit-lamb-frozen, marsit, psgd, signsgd, ef-signsgd, ssdm, cascading, got 'sgd'",
+            "--optimizer must be of adamw, onebit-adam, zero-one-adam, onebit-lion, muon, onebit-muon, lamb, "
+            "onebit-lamb, onebit-lamb-frozen, marsit, psgd, signsgd, ef-signsgd, ssdm, cascading, got 'sgd'",
         ),
         (["--compare", "adamw,sgd"], "--compare must be of"),
         (["--model", "huge"], "--model must be one of tiny"),

@@ -27,6 +27,7 @@ from fusedonebit.apps.averaged import Averaged, averaged_adamw
 from fusedonebit.apps.train.baselines import BaselineAdam
 from fusedonebit.core.resolved import Options
 from fusedonebit.core.settings import VARIANCE_FLOOR, StateKind
+from fusedonebit.optim.muon import LEAD
 
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, settled
 from .alike import AlikeTransport
@@ -177,6 +178,7 @@ COMPRESSED |= {
 """How ``fusedonebit.compress`` averages gradients; AdamW's plain by name, after "sgd-" and "muon-" the others'."""
 
 MUONS: dict[str, dict[str, Any]] = {way: {"way": way} for way in get_args(Way)}
+MUONS |= {"exact-lead": {"way": "exact", "lead": LEAD}}
 MUONS |= {"ef21-rows": {"way": "ef21", "scale": "rows"}, "ef21-normalised": {"way": "ef21", "normalised": True}}
 """How a bit each way may lie around Muon's Newton-Schulz."""
 

@@ -20,7 +20,8 @@ class Averaged(torch.optim.Optimizer):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], transport: Transport | None = None) -> None:
         self._parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        defaults = {key: value for part in reversed(parts) for key, value in part.defaults.items()}
+        super().__init__([group for part in parts for group in part.param_groups], defaults)
         self.transport = transport or make_transport(None, self.param_groups[0]["params"][0].device)
         self._updates = 0
 

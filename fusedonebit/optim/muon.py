@@ -18,7 +18,7 @@ from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.members import Members
 from ..core.optimizer import DistributedOptimizer
-from ..core.options import averaged
+from ..core.options import averaged, is_int, is_number
 from ..core.resolved import Options
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
 from ..core.stage import Stage
@@ -52,6 +52,15 @@ class MuonOptions(Options):
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
+        coefficients, steps, dtype, eps = self.ns_coefficients, self.ns_steps, self.ns_dtype, self.ns_eps
+        if not (is_int(steps) and 1 <= steps < 100):
+            raise ValueError(f"ns_steps must be an int from 1 to 99, got {steps!r}")
+        if not isinstance(coefficients, tuple) or len(coefficients) != 3 or not all(is_number(c) for c in coefficients):
+            raise ValueError(f"ns_coefficients must be three finite numbers, got {coefficients!r}")
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"ns_dtype must be a torch.dtype of floats, such as torch.bfloat16, got {dtype!r}")
+        if not (is_number(eps) and eps > 0):
+            raise ValueError(f"eps must be a finite number > 0, got {eps!r}")
 
 
 class Muon(Algorithm):
@@ -63,10 +72,11 @@ class Muon(Algorithm):
 
     @classmethod
     def check(cls, frame: Frame) -> None:
-        """Raise ValueError for parameters that are no matrices."""
+        """Raise ValueError for parameters that are no matrices, and for momenta that differ."""
         super().check(frame)
+        first = _momentum(frame.groups)
         for number, group in enumerate(frame.groups):
-            _check_shapes(group, f" in group {number}")
+            _check_group(group, first, f" in group {number}")
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
@@ -77,33 +87,25 @@ class Muon(Algorithm):
         self.rest = Rest(frame, Members(frame, range(count, len(plist)))) if count < len(plist) else None
         how: dict[str, Any] = {"steps": options.ns_steps, "eps": options.ns_eps, "dtype": options.ns_dtype}
         orthogonalise = partial(orthogonalised, coefficients=options.ns_coefficients, **how)
-        momentum = self._momentum()
-        newest = 1 - momentum if options.nesterov else 0.0
         rest = () if self.rest is None else (self.rest,)
         if frame.ranks.transport.world_size == 1 or not count:
-            update = MuonUpdate(frame, matrices, (momentum, newest), orthogonalise)
+            update = MuonUpdate(frame, matrices, partial(_shares, frame, options.nesterov, 0.0), orthogonalise)
             updates = (update, *rest) if count else rest
             self._stage: Stage = Averaged(frame, Both(updates))
             self.parts = (*updates, self._stage)
         else:
-            shares = momentum, max(LEAD, newest) if options.nesterov else 0.0
+            shares = partial(_shares, frame, options.nesterov, LEAD)
             self.exchange = OwnedExchange(frame, matrices, shares, orthogonalise)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
-
-    def _momentum(self) -> float:
-        """Return that of all groups of matrices."""
-        return next((group["momentum"] for group in self.frame.groups if not averaged(group)), 0.0)
 
     @property
     def stage(self) -> Stage:
         return self._stage
 
     def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ValueError if a group's momentum is not the others'."""
-        _check_shapes(group, where)
-        if not averaged(group) and group["momentum"] != (first := self._momentum()):
-            raise ValueError(f"momentum must be the same in all groups, {first}, got {group['momentum']}{where}")
+        """Raise ValueError if a group's parameters are no matrices, or its momentum is not the others'."""
+        _check_group(group, _momentum(self.frame.groups), where)
 
     def check_growth(self) -> None:
         if self.frame.steps.outcomes.attempts:
@@ -118,8 +120,21 @@ class Muon(Algorithm):
         return plist.shaped(self.exchange.momentum(i).reshape(-1), i, 0).clone()
 
 
-def _check_shapes(group: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a parameter that is trained as a matrix, and is none."""
+def _momentum(groups: Sequence[Mapping[str, Any]]) -> float:
+    """Return that of the first group of matrices."""
+    return next((group["momentum"] for group in groups if not averaged(group)), 0.0)
+
+
+def _shares(frame: Frame, nesterov: bool, least: float) -> tuple[float, float]:
+    """Return the momentum's share of itself, now, and the newest gradient's of the direction."""
+    momentum = _momentum(frame.groups)
+    return momentum, max(least, 1 - momentum) if nesterov else 0.0
+
+
+def _check_group(group: Mapping[str, Any], momentum: float, where: str) -> None:
+    """Raise ValueError for a parameter that is trained as a matrix, and is none, and for another momentum."""
+    if not averaged(group) and group["momentum"] != momentum:
+        raise ValueError(f"momentum must be the same in all groups, {momentum}, got {group['momentum']}{where}")
     for p in () if averaged(group) else group.get("params", ()):
         if isinstance(p, Tensor) and (p.dim() < 2 or not p.numel()):  # a checkpoint has numbers
             raise ValueError(
@@ -195,7 +210,7 @@ class OneBitMuon(DistributedOptimizer):
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         own: dict[str, Any] = {
             "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
+            "ns_coefficients": tuple(ns_coefficients) if isinstance(ns_coefficients, list) else ns_coefficients,
             "ns_steps": ns_steps,
             "ns_eps": eps,
         }

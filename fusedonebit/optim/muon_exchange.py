@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm import StepContext
-from ..comm.owned_signs import OwnedSigns
+from ..comm.owned_signs import OwnedSigns, Shares
 from ..comm.owners import Batch
 from ..comm.reducer import Compress
 from ..core.exchange import Exchange
@@ -86,7 +86,7 @@ class OwnedExchange(Exchange):
     reducer: OwnedSigns
 
     def __init__(
-        self, frame: Frame, matrices: Matrices, shares: tuple[float, float], orthogonalise: Callable[[Tensor], Tensor]
+        self, frame: Frame, matrices: Matrices, shares: Shares, orthogonalise: Callable[[Tensor], Tensor]
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
             directions = [direction for _, direction in batches]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.owned_signs import Shares
 from ..comm.owners import Shape
 from ..core.frame import Frame
 from ..core.header import FLAG, Field, Fields
@@ -87,7 +88,7 @@ class MuonUpdate(Part):
     Args:
         frame: Of the optimizer, of matrices alone.
         matrices: Its parameters.
-        shares: How much of the momentum is the momentum before, and of the direction the newest gradient.
+        shares: As of ``OwnedSigns``.
         orthogonalise: What makes updates of directions [count, rows, columns].
 
     Attributes:
@@ -100,7 +101,7 @@ class MuonUpdate(Part):
         self,
         frame: Frame,
         matrices: Matrices,
-        shares: tuple[float, float],
+        shares: Shares,
         orthogonalise: Callable[[Tensor], Tensor],
     ) -> None:
         self._frame, self._shares, self._orthogonalise = frame, shares, orthogonalise
@@ -113,7 +114,7 @@ class MuonUpdate(Part):
 
     def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Make one update, as ``averaging.Update``."""
-        frame, members, (beta, newest) = self._frame, self._members, self._shares
+        frame, members, (beta, newest) = self._frame, self._members, self._shares()
         grads, coef, momenta = members.of(grads), members.of(coef), members.layout.cut(self.momentum)
         updates: list[Tensor] = [frame.nothing] * len(grads)
         for own in self._alike:

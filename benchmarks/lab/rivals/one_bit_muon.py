@@ -33,13 +33,21 @@ class OneBitMuon(Rival):
             a tracker of the parameters. "vote": signs of what each worker orthogonalises.
         scale: Of signs, the mean magnitude: one for a matrix, or of rows times columns.
         normalised: Whether each worker's momentum is divided by its norm before.
+        lead: How much of the direction is the newest gradient, beside Nesterov momentum.
     """
 
     def __init__(
-        self, params: Params, of: Setting, way: Way, scale: Scale = "tensor", normalised: bool = False
+        self,
+        params: Params,
+        of: Setting,
+        way: Way,
+        scale: Scale = "tensor",
+        normalised: bool = False,
+        lead: float = 1 - MOMENTUM,
     ) -> None:
-        super().__init__(params, of, way=way, scale=scale, normalised=normalised)
-        self.way, self.scale, self.normalised = way, scale, normalised
+        later = {} if lead == 1 - MOMENTUM else {"lead": lead}  # runs before had none to record
+        super().__init__(params, of, way=way, scale=scale, normalised=normalised, **later)
+        self.way, self.scale, self.normalised, self.lead = way, scale, normalised, lead
         between = [i for i, shape in enumerate(self.shapes) if len(shape) >= 2][1:-1]
         self.matrices = [(self.slices[i], self.shapes[i].numel() // self.shapes[i][0]) for i in between]
         self.rest = torch.ones_like(self.x, dtype=torch.bool)
@@ -55,7 +63,7 @@ class OneBitMuon(Rival):
         self.adam.step(rest, self.wires.all_reduce(gradients[:, self.rest]) / self.workers, self.lr, self.weight_decay)
         self.x[self.rest] = rest
         self.momenta.lerp_(gradients, 1 - MOMENTUM)
-        nesterov = gradients.lerp(self.momenta, MOMENTUM)
+        nesterov = gradients.lerp(self.momenta, 1 - self.lead)
         for part, columns in self.matrices:
             momenta = nesterov[:, part].unflatten(1, (-1, columns))
             rows = momenta.shape[1]
