@@ -142,8 +142,8 @@ def test_an_unaligned_kernel_or_a_changed_byte_count_is_noticed():
     assert run("-c", NOTICED) == "noticed\n"
 
 
-SMALL = (*PER_LAYER, "advance", "close_round", "receive", "scale_coefficients")
-"""Kernels that work on headers, scales and sums."""
+SMALL = (*PER_LAYER, "advance", "close_round", "outer_scales", "receive", "scale_coefficients")
+"""Kernels that work on headers, scales and sums, or along lines of matrices, which begin anywhere."""
 # 0: the kernel has no such access. Of sums each block writes a float64: 64 bits, counted on AMD only.
 WIDTHS = {
     "pack": ((128,), (0,)),
