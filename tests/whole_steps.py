@@ -176,7 +176,6 @@ CORRECTED: dict[str, dict[str, Any]] = {
         (", mixed", {"dtypes": (BFLOAT16, FLOAT32)}),
     )
 }
-"""Of those that take them."""
 
 COMPRESSING: dict[str, dict[str, Any]] = {
     "ternary": {"options": {"ternary": True}},
@@ -268,20 +267,18 @@ OF_ROUNDS: dict[str, dict[str, Any]] = {
     "compensation without a limit": {"options": {"compensation_limit": None}},
 }
 OF_ADAMW: dict[str, dict[str, Any]] = {
-    f"bf16, W = 1, {what}": with_options(ALONE["bf16, W = 1"], options)
-    for what, options in {
-        "clipped": {"max_grad_norm": 0.5},
-        "8-bit corrections, moments in codes": {"state": "8bit", "master_weights": "8bit"},
-        "16-bit corrections, moments in codes": {"state": "8bit", "master_weights": "16bit"},
-    }.items()
-}
+    f"bf16, W = 1, {n}-bit corrections, moments in codes": with_options(
+        ALONE["bf16, W = 1"], {"state": "8bit", "master_weights": f"{n}bit"}
+    )
+    for n in (8, 16)
+} | {"bf16, W = 1, clipped": with_options(ALONE["bf16, W = 1"], {"max_grad_norm": 0.5})}
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "OneBitAdam": COMPRESSING | TWO_STAGES | OF_ADAM | OF_RESIDUALS | CORRECTED,
     "OneBitLamb": COMPRESSING | TWO_STAGES | OF_LAMB,
     "AdamW": ALONE | OF_STATE | OF_ADAMW | CORRECTED,
     "Lamb": ALONE | OF_STATE | {"eps inside": {"options": {"eps_inside_sqrt": True}}},
     "OneBitLion": CORRECTED | {f"mean, W = {w}": {"options": {"aggregation": "mean"}, "world_size": w} for w in (2, 8)},
-    "OneBitMuon": CORRECTED | {"no Nesterov": {"options": {"nesterov": False}}},
+    "OneBitMuon": CORRECTED,
     "ZeroOneAdam": COMPRESSING,
     "ZeroOneAdam with own variances": {},
     "MarsitSGD": OF_ROUNDS | {"no momentum": {"options": {"momentum": 0.0}}},
@@ -309,9 +306,8 @@ def runs() -> dict[str, Run]:
         for what, changes in (OF_ALL | EXTRA[name]).items():
             if what not in REFUSED.get(name, ()):
                 found[f"{name}, {what}"] = replace(base, **changes)
-    config = {"lr": 1e-3, "freeze_step": 3}
     for kind in (OneBitAdam, OneBitLamb):
-        found[f"{kind.__name__}, DeepSpeed's"] = Run(_like_deepspeed(kind, config))
+        found[f"{kind.__name__}, DeepSpeed's"] = Run(_like_deepspeed(kind, {"lr": 1e-3, "freeze_step": 3}))
     config = {"lr": 1e-3, "var_freeze_step": 4, "var_update_scaler": 2, "local_step_scaler": 3}
     found["ZeroOneAdam, DeepSpeed's"] = Run(_like_deepspeed(ZeroOneAdam, config), steps=16)
     return found | compressing.runs(Run)
@@ -370,8 +366,7 @@ class Rank:
 def take(run: Run) -> set[str]:
     """Take a run's steps on simulated ranks; return the phases of its steps."""
     group = SimulatedGroup(run.world_size)
-    captured = "captured" in run.special
-    alone = run.world_size == 1
+    captured, alone = "captured" in run.special, run.world_size == 1
 
     def begin(rank: int, transport: Any) -> Rank:
         each = Rank(run, rank, LocalTransport() if alone else transport)
