@@ -51,13 +51,13 @@ COMPRESSED_BY = {
 """Where AdamW on compressed gradients is looked at, at AdamW's rates."""
 
 
-def near(records: Records, view: View, name: str) -> tuple[list[str], list[str], list[str]]:
+def near(records: Records, view: View, name: str, percent: float = 0.5) -> tuple[list[str], list[str], list[str]]:
     """Return the tasks that a compressed optimizer was trained on; those on which it ends within 0.5 % (0.05 decades).
 
     That is its mean and one standard error; the third are those of which seeds tell too little: half of that.
     """
     found = {task: d for task in FIRST if (d := difference(records, view, task, name)) is not None}
-    limit = {task: DECADES if TASKS[task].noiseless else 0.5 for task in found}
+    limit = {task: DECADES if TASKS[task].noiseless else percent for task in found}
     within = [task for task, d in found.items() if d.diverged == 0 and d.mean + d.error <= limit[task]]
     return list(found), within, [task for task, d in found.items() if d.error > limit[task] / 2]
 

@@ -20,7 +20,7 @@ WHOLE = {"up.weight": (24, 10), "up.bias": (24,), "down.weight": (10, 24), "down
 CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 """Along which dimension a tensor is cut; all parts have the others alike."""
 
-KINDS: dict[str, Any] = MAKE | {
+KINDS: dict[str, Any] = {name: make for name, make in MAKE.items() if name != "OneBitMuon"} | {
     "OneBitAdam, auto": by_name(OneBitAdam, freeze_step="auto"),
     **{name: WAYS[name] for name in ("OneBitAdam, living", "OneBitLamb, living", "OneBitLion, mean")},
     "ZeroOneAdam, own, rounds of 3": WAYS["ZeroOneAdam, own, rounds of 3"],

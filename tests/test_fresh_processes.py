@@ -47,6 +47,7 @@ def refused(kind, call):
 STEPS = "before = model.weight.clone(); train({}, 3); assert not torch.equal(before, model.weight)"
 
 OPTIMIZERS = [kind.__name__ for kind in EVERY]
+GIVEN = {"OneBitMuon": "[model.weight]"}
 OBJECTS = {
     "Faults": "OneBitAdam(model.parameters(), faults=fusedonebit.Faults(guard='off'))",
     "Freeze": "OneBitAdam(model.parameters(), freeze_step=fusedonebit.Freeze(step=2))",
@@ -70,7 +71,7 @@ wrapped(torch.ones(3, 4)).sum().backward()
 {}
 dist.destroy_process_group()"""
 NAMES = {
-    **{name: STEPS.format(f"fusedonebit.{name}(model.parameters())") for name in OPTIMIZERS},
+    **{name: STEPS.format(f"fusedonebit.{name}({GIVEN.get(name, 'model.parameters()')})") for name in OPTIMIZERS},
     **{name: STEPS.format(f"fusedonebit.{made}") for name, made in OBJECTS.items()},
     **{
         name: f"refused(fusedonebit.{name}, lambda: (_ for _ in ()).throw(fusedonebit.{name}('told')))"
@@ -175,7 +176,7 @@ CALLS = {
 
 CALLED = """
 import os
-new = lambda **options: fusedonebit.{kind}(model.parameters(), **options)
+new = lambda **options: fusedonebit.{kind}({given}, **options)
 optimizer = train(new())
 for name, code in {calls!r}.items():
     child = os.fork()  # each alone
@@ -310,7 +311,8 @@ def of_names() -> dict[str, Case]:
         calls = {call: code for call, code in CALLS.items() if hasattr(made, call) or call.startswith("__")}
         if kind == "AdamW":
             calls["no_sync"] = "with new(wire=fusedonebit.Wire(release_gradients=True)).no_sync(): pass"
-        found[f"what {kind} does"] = Case(f"{START}import fusedonebit\n{CALLED.format(kind=kind, calls=calls)}")
+        called = CALLED.format(kind=kind, calls=calls, given=GIVEN.get(kind, "model.parameters()"))
+        found[f"what {kind} does"] = Case(f"{START}import fusedonebit\n{called}")
         if hasattr(made, "from_deepspeed"):
             code = f"train(fusedonebit.{kind}.from_deepspeed(model.parameters(), {{'lr': 1e-3}}), 3)"
             found[f"{kind}.from_deepspeed"] = Case(f"{START}import fusedonebit\n{code}")

@@ -45,7 +45,13 @@ class MuonOptions(Options):
     ns_dtype: torch.dtype
     ns_eps: float
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
-    takes: ClassVar[frozenset[str]] = Options.takes - {"mask", "bias_correction", "eps_inside_sqrt", "capturable"}
+    takes: ClassVar[frozenset[str]] = Options.takes - {
+        "mask",
+        "model_parallel",
+        "bias_correction",
+        "eps_inside_sqrt",
+        "capturable",
+    }
     usual: ClassVar[dict[str, Any]] = {"bias_correction": True}
     recorded: ClassVar[tuple[str, ...]] = (*Options.recorded, "nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -149,6 +150,13 @@ class OwnedExchange(Exchange):
         of_grams: dict[str, Any] = {"members": which, "only": WHITENED}
         mean = StateTensor("gram", "element", whole.gram, **of_grams)
         return left, m, mean, StateTensor("whitened_by", "element", whole.made_of, **of_grams)
+
+    def owed(self) -> float:
+        """Return the norm of what is left of this rank's gradients, over that of what it has sent last."""
+        before = self.compensated.clone()
+        super().settle()
+        left, sent = float(self.compensated.norm()), float((before - self.compensated).norm())
+        return left / sent if sent else math.inf if left else 0.0
 
     def momentum(self, i: int) -> Tensor:
         """Return the momentum of matrix ``i``, raw, float32 of as many elements; raise RuntimeError if not gathered."""

@@ -57,7 +57,7 @@ def unexplained(found: Iterable[Found]) -> list[str]:
 
 def small(run: whole_steps.Run) -> whole_steps.Run:
     """Returns a run on tensors of a few blocks, with the launch keys of large ones."""
-    if run.sizes != whole_steps.USUAL:
+    if run.sizes not in (whole_steps.USUAL, whole_steps.MUON.sizes):
         return run
     return replace(run, sizes=SIZES, options={"block_size": 1024} | run.options)
 

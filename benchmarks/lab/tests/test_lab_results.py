@@ -333,6 +333,25 @@ def test_compressed_gradients_end_as_near_as_recorded(name, view):
     assert len(near) >= WITHIN[name, view]
 
 
+NEAR_MUON = dict(zip(VIEWS, ((0.25, 1), (0.25, 2), (1.0, 3), (1.0, 0)), strict=True))
+"""What is aimed at on five of six tasks, in percent, where data are alike or not; and on how many it is recorded."""
+
+
+@pytest.mark.parametrize("view", NEAR_MUON)
+def test_one_bit_muon_ends_as_near_as_recorded(view):
+    percent, recorded = NEAR_MUON[view]
+    tasks, near, untold = lab_page.near(RECORDS, view, "onebit-muon", percent)
+    for task in tasks:
+        d = difference(RECORDS, view, task, "onebit-muon")
+        print(f"{view.title}, {task}: {d}")
+        assert d.seeds >= 5
+        assert d.diverged == 0
+    told = [task for task in near if task not in untold]
+    print(f"{view.title}: {len(near)} of {len(tasks)} within {percent} % of Muon (5 aimed at): {near}; told: {told}")
+    assert sorted(tasks) == sorted(lab_page.OF_MATRICES)
+    assert len(near) >= recorded
+
+
 def test_one_bit_under_adam_loses_what_the_page_says():
     tasks = [t for t in FIRST if not TASKS[t].noiseless and t not in ("regression", "policy")]
     least, *_, most = sorted(difference(RECORDS, OF_FOUR, task, "compress-1").mean for task in tasks)
