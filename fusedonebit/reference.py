@@ -296,7 +296,7 @@ def onebit_muon(s: MuonState, g: Tensor, *, gamma: float, mu: float = 0.95, lead
 def whiten(s: MuonState, least: float = 1e-4) -> None:
     """From time to time the owner sends what makes the momentum's columns alike and independent: its gram^-1/2."""
     square, q = torch.linalg.eigh(s.gram)
-    root = (square.clamp(min=0) + least * square.mean()).sqrt()
+    root = (square.clamp(min=0) / square.mean() + least).sqrt()
     white, back = q / root @ q.mT, q * root @ q.mT
     turn = s.back @ white
     s.white, s.back, s.momentum, s.worker_error = white, back, s.momentum @ turn, s.worker_error @ turn

@@ -160,7 +160,7 @@ CALLS = {
     "stats": "assert optimizer.stats()['step'] == 1",
     "state_dict": "assert optimizer.state_dict()['state']",
     "load_state_dict": "optimizer.load_state_dict(optimizer.state_dict())",
-    "add_param_group": "new().add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
+    "add_param_group": "new().add_param_group({'params': [torch.nn.Parameter(torch.ones(3, 3))]})",
     "momentum": "assert optimizer.momentum(model.weight).shape == (2, 4)",
     "worker_error": "optimizer.worker_error(model.weight)",
     "compensation": "optimizer.compensation(model.weight)",

@@ -300,7 +300,7 @@ def test_momenta_of_groups_are_the_same():
 
 
 def test_vectors_need_a_group():
-    told = r'got shape \(8,\) in group {}: put vectors.*algorithm="adamw"'
+    told = r'got shape \(8,\), .* in group {}: put vectors.*algorithm="adamw"'
     with pytest.raises(ValueError, match=told.format(0)):
         OneBitMuon([Parameter(torch.zeros(8))])
     optimizer = OneBitMuon([Parameter(torch.zeros(8, 8))])
@@ -337,3 +337,83 @@ def test_momentum_may_change_between_steps():
 
     for ranks in (1, 2):
         SimulatedGroup(ranks).run(run)
+
+
+# ---------------------------------------------------------------- what strangers do
+
+
+def alike(run: Any, ranks: int = 2) -> Any:
+    """Return what all ranks return."""
+    first, *others = SimulatedGroup(ranks, timeout=60).run(run)
+    for each in others:
+        assert all(map(torch.equal, each, first))
+    return first
+
+
+@pytest.mark.parametrize("clips", [None, 1.0])
+def test_loss_scales_that_differ_between_ranks_weigh_nothing(clips):
+    def run(rank: int, transport: Any, scales: tuple[float, ...] = (1024.0, 512.0)) -> list[Tensor]:
+        params = parameters()
+        optimizer = made(params, transport, max_grad_norm=clips)
+        for step in range(4):
+            for p, g in zip(params, gradients(rank, step), strict=True):
+                p.grad = g * scales[rank]
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scales[rank]), torch.tensor(0.0)
+            optimizer.step()
+        return values(params)
+
+    scaled, plain = alike(run), alike(lambda rank, transport: run(rank, transport, (1.0, 1.0)))
+    for i in REST:
+        torch.testing.assert_close(scaled[i], plain[i], rtol=0.0, atol=1e-6)
+
+
+def test_what_has_no_gradient_goes_nowhere():
+    """Its update is 0, of which a bit can't tell: signs turn from step to step."""
+
+    def run(rank: int, transport: Any) -> list[Tensor]:
+        params = parameters()
+        optimizer = made(params, transport)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        for _ in range(10):
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        return values(params)
+
+    for moved, start in zip(alike(run), parameters(), strict=True):
+        torch.testing.assert_close(moved, start.detach(), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "later"), [(8e18, 1.0), (1e-18, 1e3)])
+def test_sizes_of_gradients_may_change_at_once(first, later):
+    def run(rank: int, transport: Any) -> list[Tensor]:
+        params = parameters()
+        optimizer = made(params, transport)
+        for step in range(70):
+            for p, g in zip(params, gradients(rank, step), strict=True):
+                p.grad = g * (first if step < 12 else later)
+            optimizer.step()
+        assert optimizer.stats()["skipped_steps"] <= 12
+        optimizer.state_dict()
+        assert all(optimizer.momentum(p).isfinite().all() for p in params)
+        return values(params)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedOneBitWarning)
+        alike(run)
+
+
+def test_what_trains_a_group_stays():
+    params = parameters()
+    optimizer = made(params)
+    train(optimizer, params, 0, range(1))
+    optimizer.param_groups[1]["algorithm"] = "adamw"
+    with pytest.raises(RuntimeError, match="algorithm of group 1 must stay 'muon', got 'adamw': construct a new"):
+        train(optimizer, params, 0, range(1, 2))
+
+
+def test_kernels_begin_with_their_outputs():
+    across = torch.randn(6, 4, 5).permute(1, 2, 0)
+    with pytest.raises(ValueError, match=r"got shape \(4, 5, 6\), strides .* the first dimension must be the slowest"):
+        OneBitMuon([Parameter(across)])

@@ -25,7 +25,7 @@ from ..core.stage import Stage
 from ..core.traits import Traits
 from .averaging import Averaged, Update
 from .muon_exchange import OneBit, OwnedExchange
-from .orthogonal import Coefficients, Matrices, MuonUpdate, orthogonalised
+from .orthogonal import Coefficients, Matrices, MuonUpdate, is_matrix, orthogonalised
 from .rest import Rest
 
 COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -87,6 +87,7 @@ class Muon(Algorithm):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         options, plist = self.options, frame.parameters
+        self._averaged = [averaged(group) for group in frame.groups]
         count = sum(not averaged(frame.groups[group]) for group in plist.group_of)
         members = Members(frame, range(count))
         matrices = Matrices.of(members, frame, options.adjust_lr_fn)
@@ -104,6 +105,15 @@ class Muon(Algorithm):
             self.exchange = OwnedExchange(frame, matrices, shares, orthogonalise)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
+
+    def check_step(self) -> None:
+        """Raise RuntimeError if a group is trained by something else than it was at first."""
+        for number, (group, before) in enumerate(zip(self.frame.groups, self._averaged, strict=True)):
+            if averaged(group) != before:
+                raise RuntimeError(
+                    f"algorithm of group {number} must stay {'adamw' if before else 'muon'!r}, got "
+                    f"{group['algorithm']!r}: construct a new optimizer"
+                )
 
     @property
     def stage(self) -> Stage:
@@ -142,10 +152,11 @@ def _check_group(group: Mapping[str, Any], momentum: float, where: str) -> None:
     if not averaged(group) and group["momentum"] != momentum:
         raise ValueError(f"momentum must be the same in all groups, {momentum}, got {group['momentum']}{where}")
     for p in () if averaged(group) else group.get("params", ()):
-        if isinstance(p, Tensor) and (p.dim() < 2 or not p.numel()):  # a checkpoint has numbers
+        if isinstance(p, Tensor) and not is_matrix(p):  # a checkpoint has numbers
             raise ValueError(
-                f'params must be matrices where algorithm is "muon", got shape {tuple(p.shape)}{where}: put vectors, '
-                'and the first and the last layer, into a group with algorithm="adamw"'
+                f'params must be matrices where algorithm is "muon", got shape {tuple(p.shape)}, strides {p.stride()}'
+                f"{where}: put vectors, and the first and the last layer, into a group with "
+                'algorithm="adamw"; of kernels the first dimension must be the slowest in memory'
             )
 
 

@@ -48,7 +48,8 @@ class OneBit(Stage):
         members, context = exchange.members, exchange.context(abort, agreed.hold)
         missing = () if abort else members.missing
         if self._rest is not None:  # first, so that matrices stay too where its gradients don't count
-            flags, exchange.absent_of_rest = self._rest.average(grads, exchange.reducer.verdict.digest, abort)
+            digest = exchange.reducer.verdict.digest
+            flags, exchange.absent_of_rest = self._rest.average(grads, agreed.factor, digest, abort)
             context = context._replace(pending=flags.clone())
 
         exchange.whitening.prepare(frame.steps.outcomes.attempts - 1)
@@ -61,8 +62,12 @@ class OneBit(Stage):
         exchange.apply(still)
         exchange.whitening.follow()
         if self._rest is not None:
+            still = frame.coefficients.still(coef, frame.absent)  # which averages are not multiplied by again
             self._rest.update(self._rest.averages.of_tensors, still, exchange.reducer.flags)
         return exchange.restore_absent()
+
+
+NEARLY = 1e-30
 
 
 class Whole(NamedTuple):
@@ -91,8 +96,10 @@ class OwnedExchange(Exchange):
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
             directions = [direction for _, direction in batches]
-            for direction, made in zip(directions, self.whitening.back(directions), strict=True):
-                direction.copy_(orthogonalise(made))
+            turn = 1 - 2 * (frame.steps.outcomes.attempts % 2)
+            raw = self.whitening.back(directions)
+            for direction, made, nearly in zip(directions, raw, self._nearly, strict=True):
+                torch.add(orthogonalise(made), nearly, alpha=turn, out=direction)
 
         self.members, layout = matrices.members, matrices.members.layout
         self.compensated = torch.zeros(layout.numel, device=frame.device)
@@ -105,6 +112,12 @@ class OwnedExchange(Exchange):
         sizes = [size / max(shape) ** 0.5 for size, shape in zip(matrices.sizes, matrices.shapes, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
         self.whitening = Whitening(matrices, self.reducer)
+        # Of each of its batches next to nothing: where an update is 0, its signs are others in each step, so that what
+        # has no gradient goes nowhere.
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(batch.number, *batch.shape) for batch in self.reducer.owners.batches(frame.ranks.transport.rank)]
+        signs = [torch.randint(2, shape, generator=draw, dtype=torch.int8) * 2 - 1 for shape in shapes]
+        self._nearly = [NEARLY * each.to(frame.device, torch.bfloat16) for each in signs]
 
     def apply(self, coef: Tensor, divisor: Divisor | None = None, x_squares: Tensor | None = None) -> None:
         """Move matrices by the signs of their update."""
@@ -173,7 +186,7 @@ class OwnedExchange(Exchange):
         return {WHITENED: self.whitening.whole, OF_SEVERAL: True}
 
     def held(self) -> Sequence[Tensor]:
-        return [*super().held(), *self.whitening.held()]
+        return [*super().held(), *self.whitening.held(), *self._nearly]
 
     def settle(self, compressed: bool = True) -> None:
         """Form what is left, and gather what owners have; all ranks call it."""

@@ -20,7 +20,7 @@ from ..triton_kernels import FlatLayout, move_along
 
 Coefficients = tuple[float, float, float]
 LEAST = 1e-4
-"""Of the mean square of singular values, what is added to each before its inverse root is taken."""
+"""What is added to each eigenvalue, of a mean of 1, before its inverse root is taken."""
 WHITENED = "whitened"
 """The key of a checkpoint's header that says whether its momenta are."""
 OF_SEVERAL = "of_several"
@@ -62,6 +62,15 @@ def adjustment(rows: int, columns: int, adjust_lr_fn: str) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
+def _slowest(p: Tensor) -> int:
+    return max(range(p.dim()), key=lambda i: (p.stride(i), -i))
+
+
+def is_matrix(p: Tensor) -> bool:
+    """Tell whether a parameter is one, as it lies in memory: a row for each of its first dimension, or a transpose."""
+    return p.dim() >= 2 and p.numel() > 0 and (p.dim() == 2 or p.shape[0] == p.shape[_slowest(p)])
+
+
 class Matrices(NamedTuple):
     """Parameters as matrices; a kernel has a row for each of its outputs."""
 
@@ -76,7 +85,7 @@ class Matrices(NamedTuple):
         """Return those of an optimizer."""
         shapes, sizes = list[Shape](), list[float]()
         for p in members.of(frame.parameters.params):
-            rows = p.shape[max(range(p.dim()), key=p.stride)]  # the slowest dimension
+            rows = p.shape[_slowest(p)]
             shapes.append((rows, p.numel() // rows))
             sizes.append(adjustment(p.shape[0], p.numel() // p.shape[0], adjust_lr_fn))
         return cls(members, shapes, sizes)
@@ -181,11 +190,13 @@ def times(x: Tensor, side: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def inverse_root(square: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inverse roots and the roots of Gram matrices [count, n, n]; of nothing, or no number, the identity."""
+    """Return the inverse roots and the roots of Gram matrices [count, n, n], divided by their mean eigenvalues.
+
+    Of nothing, or of what is no number, the identity.
+    """
     mean = square.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     unit = torch.eye(square.shape[-1], device=square.device).expand_as(square)
-    usable = (mean > 0) & square.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    mean = torch.where(usable, mean, 1.0)
+    usable = (mean > 0) & mean.isfinite() & square.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     values, q = torch.linalg.eigh(torch.where(usable, square / mean, unit))
-    root = torch.where(usable[..., 0], values.clamp(min=0) + LEAST, 1.0).mul(mean[..., 0]).sqrt()[:, None]
+    root = torch.where(usable[..., 0], values.clamp(min=0) + LEAST, 1.0).sqrt()[:, None]
     return (q / root) @ q.mT, (q * root) @ q.mT

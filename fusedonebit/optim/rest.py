@@ -12,10 +12,18 @@ from ..core.frame import Frame
 from ..core.handshake import Handshake
 from ..core.members import Members
 from ..core.part import Part
-from ..core.scaling import NO_SCALE
+from ..core.scaling import LossScale
 from ..core.state_tensor import StateTensor
 from ..triton_kernels import adam_update
 from ..triton_kernels.nouns import Moments
+
+
+class Times(LossScale):
+    """A loss scale that is told by what it multiplies gradients with, clipping included."""
+
+    def factor(self) -> Tensor | None:
+        """Return that: float32 [], or None."""
+        return self.scale
 
 
 class Rest(Part):
@@ -32,14 +40,17 @@ class Rest(Part):
         self.moments = Moments(m, v)
         self.averages = Averages(members.layout, frame.ranks.transport, frame.device)
 
-    def average(self, grads: Sequence[Tensor], digest: Tensor | None, abort: bool) -> tuple[Tensor, Tensor | None]:
-        """Average the members' gradients, still scaled; return as ``Averages.add_up``."""
+    def average(
+        self, grads: Sequence[Tensor], factor: Tensor | None, digest: Tensor | None, abort: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Average the members' gradients times this rank's ``factor``; return as ``Averages.add_up``."""
         frame, members = self._frame, self._members
         tag, number = frame.coefficients.tag ^ members.layout.fingerprint, frame.steps.count.total
         ranks, count = frame.ranks.transport.world_size, len(members.which)
         handshake = Handshake(ranks, number, tag, count, members.missing, False)
         how = {"abort": abort, "averaged": False}
-        return self.averages.add_up(members.of(grads), handshake, NO_SCALE, frame.steps.updates, digest, **how)
+        by = Times(None if factor is None else factor.reshape(()), None)
+        return self.averages.add_up(members.of(grads), handshake, by, frame.steps.updates, digest, **how)
 
     def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Update from gradients of all parameters, as ``averaging.Update``."""

@@ -108,11 +108,11 @@ class Whitening:
             self.follow()  # of a rank alone the momentum alone is there
         raw, before = self.back(self._momenta()), self._white
         for made_of, newest in zip(self.made_of, self._both_sides(self._back), strict=True):
-            finite = newest.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-            made_of.copy_(torch.where(finite, newest, 0.0))  # after a gradient that was too large they begin anew
+            counts = newest.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+            made_of.copy_(torch.where(counts, newest, 0.0))  # after a gradient that was too large they begin anew
         own = self._make()
         for m, each, white in zip(self._momenta(), raw, own, strict=True):
-            m.copy_(times(each, white))
+            m.copy_(finite(times(each, white)))
         for followed, made_of in zip(self.grams, self.made_of, strict=True):
             followed.copy_(made_of)
         for followed, turned in zip(self.grams, self._both_sides(own), strict=True):
@@ -122,7 +122,7 @@ class Whitening:
         for k, alike in enumerate(self._alike):
             e = torch.stack([left[i].view(self._shapes[i]) for i in alike])
             e = times(e, torch.linalg.inv_ex(before[k])[0]) if before else e
-            turned = times(e, self._white[k]).flatten(1)
+            turned = finite(times(e, self._white[k])).flatten(1)
             torch._foreach_copy_([left[i] for i in alike], list(turned.unbind(0)))
 
     def _both_sides(self, sides: Sequence[Tensor]) -> list[Tensor]:
@@ -181,3 +181,8 @@ class Whitening:
     def _places(self, line: Tensor) -> list[Tensor]:
         """View in this owner's elements those of its Gram matrices, [count, n*n]."""
         return [batch.of(line).flatten(1)[:, : min(batch.shape) ** 2] for batch in self._batches]
+
+
+def finite(x: Tensor) -> Tensor:
+    """Return ``x`` with zeros for what is no number: gradients up to 1e19 are taken, and their products may be none."""
+    return torch.nan_to_num(x, 0.0, 0.0, 0.0)
