@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,15 @@ from .verdict import Scaled, Verdict, programs_of
 
 Update = Callable[[Sequence[tuple[Batch, Tensor]]], None]
 """Makes of directions of matrices, one batch [count, rows, columns] each, in place, what all shall move along."""
-Shares = Callable[[], tuple[float, float]]
-"""Tells two numbers of the step that is taken."""
+
+
+class Shares(NamedTuple):
+    """How the momentum and the direction are made."""
+
+    momentum: float
+    """Mu: the momentum's share of itself, the mean of what has arrived has the rest."""
+    newest: float
+    """a: that mean's share of the direction, the momentum has the rest."""
 
 
 class _Counted(Scaled):
@@ -45,9 +53,10 @@ class OwnedSigns(Reducer):
     Args:
         layout: The flat index space, of matrices alone.
         shapes: Of each, rows and columns.
+        stacks: Of how many matrices each is one.
         transport: Connects the ranks.
         update: What an owner does with the direction of its matrices.
-        shares: In each step the momentum's of itself, and the newest mean's of the direction, the rest momentum.
+        shares: Tells those of the step that is taken.
         compensated: c, float32 [P], of which e is what is left.
         live: Which elements count.
 
@@ -64,9 +73,10 @@ class OwnedSigns(Reducer):
         self,
         layout: FlatLayout,
         shapes: Sequence[Shape],
+        stacks: Sequence[int],
         transport: Transport,
         update: Update,
-        shares: Shares,
+        shares: Callable[[], Shares],
         compensated: Tensor,
         live: LiveTable,
     ) -> None:
@@ -74,7 +84,7 @@ class OwnedSigns(Reducer):
         self._shares = shares
         self.device = device = compensated.device
         world_size, rank = transport.world_size, transport.rank
-        self.owners = owners = Owners(layout, shapes, world_size, device)
+        self.owners = owners = Owners(layout, shapes, world_size, device, stacks)
         own = owners.layout
         self.to_owners, self.arrived = (Messages(world_size, owners.slots, own, device) for _ in range(2))
         self.gathered, self.served = (Messages(count, 1, own, device) for count in (world_size, 1))

@@ -22,29 +22,31 @@ from ..triton_kernels import FlatLayout
 Shape = tuple[int, int]
 
 
-def work(shape: Shape) -> int:
-    """Return what a step of Newton-Schulz costs on a matrix: multiplications, of its smaller Gram matrix."""
-    n, m = sorted(shape)
-    return 2 * m * n * n + n**3
+def work(shape: Shape, stack: int = 1) -> int:
+    """Return what a step of Newton-Schulz costs on a matrix, or on each of a ``stack``: multiplications."""
+    n, m = sorted((shape[0] // stack, shape[1]))
+    return stack * (2 * m * n * n + n**3)
 
 
-def divide(shapes: Sequence[Shape], world_size: int) -> list[list[int]]:
+def divide(shapes: Sequence[Shape], world_size: int, stacks: Sequence[int] = ()) -> list[list[int]]:
     """Give each matrix an owner: the costliest first, each to whoever has least so far.
 
     Args:
         shapes: Of matrices, rows and columns.
         world_size: W.
+        stacks: Of how many matrices, one above the other, each is one; none: of itself.
 
     Returns:
         Each owner's, those of equal shapes one behind the other.
     """
+    each = list(zip(shapes, stacks or [1] * len(shapes), strict=True))
     owned: list[list[int]] = [[] for _ in range(world_size)]
     load = [0] * world_size
-    for i in sorted(range(len(shapes)), key=lambda i: (-work(shapes[i]), i)):
+    for i in sorted(range(len(each)), key=lambda i: (-work(*each[i]), i)):
         least = min(range(world_size), key=lambda k: (load[k], k))
         owned[least].append(i)
-        load[least] += work(shapes[i])
-    return [sorted(own, key=lambda i: (shapes[i], i)) for own in owned]
+        load[least] += work(*each[i])
+    return [sorted(own, key=lambda i: (*each[i], i)) for own in owned]
 
 
 class Batch(NamedTuple):
@@ -56,6 +58,8 @@ class Batch(NamedTuple):
     """The first one's first element."""
     step: int
     """From one's first element to the next one's."""
+    stack: int = 1
+    """Of how many matrices each is one."""
 
     def of(self, elements: Tensor) -> Tensor:
         """View ``elements`` of a message as matrices [number, rows, columns]."""
@@ -71,6 +75,7 @@ class Owners:
         shapes: Of each, rows and columns.
         world_size: W.
         device: Where tables lie.
+        stacks: As of ``divide``.
 
     Attributes:
         owned: The matrices of each owner, in the order of its message.
@@ -80,15 +85,23 @@ class Owners:
         share: The largest owner's part of the work of all.
     """
 
-    def __init__(self, layout: FlatLayout, shapes: Sequence[Shape], world_size: int, device: torch.device) -> None:
-        self.shapes, self.owned = list(shapes), divide(shapes, world_size)
+    def __init__(
+        self,
+        layout: FlatLayout,
+        shapes: Sequence[Shape],
+        world_size: int,
+        device: torch.device,
+        stacks: Sequence[int] = (),
+    ) -> None:
+        self.shapes, self.stacks = list(shapes), list(stacks) or [1] * len(shapes)
+        self.owned = divide(shapes, world_size, stacks)
         first, block = layout.first_block, layout.block_size
         blocks = [end - start for start, end in itertools.pairwise(first)]
         length = max(1, *(sum(blocks[i] for i in own) for own in self.owned))
         # As many tensors as there are matrices: a message has a bit for each.
         self.layout = FlatLayout((world_size * length * block, *[0] * (len(shapes) - 1)), world_size, block)
         self.slots = 1 + max(sum(sum(shapes[i]) for i in own) for own in self.owned)
-        loads = [sum(work(shapes[i]) for i in own) for own in self.owned]
+        loads = [sum(work(shapes[i], self.stacks[i]) for i in own) for own in self.owned]
         self.share = max(loads) / max(1, sum(loads))
         # Padding of messages comes from behind the last block: from one of zeros.
         self._from = torch.full((world_size * length,), layout.n_blocks, dtype=torch.int64)
@@ -107,10 +120,10 @@ class Owners:
     def batches(self, rank: int) -> list[Batch]:
         """Return the batches of one owner's matrices."""
         found = []
-        for shape, group in itertools.groupby(self.owned[rank], key=lambda i: self.shapes[i]):
+        for (shape, stack), group in itertools.groupby(self.owned[rank], lambda i: (self.shapes[i], self.stacks[i])):
             own = list(group)
             step = self._at[own[1]] - self._at[own[0]] if len(own) > 1 else 0
-            found.append(Batch(shape, len(own), self._at[own[0]], step))
+            found.append(Batch(shape, len(own), self._at[own[0]], step, stack))
         return found
 
     def scales_at(self, width: int) -> Tensor:

@@ -278,7 +278,7 @@ class MuonState:
 
 
 def onebit_muon(s: MuonState, g: Tensor, *, gamma: float, mu: float = 0.95, lead: float = 0.1, decay: float = 0.0,
-                ns_steps: int = 5) -> None:
+                ns_steps: int = 5, stacks: int = 1) -> None:
     """Muon on the mean of g [W, a, b]: gradients travel to the owner with error feedback, the update's signs back."""
     wide = g.shape[2] > g.shape[1]
     c = s.worker_error + (g.mT if wide else g) @ s.white             # on the workers
@@ -286,10 +286,11 @@ def onebit_muon(s: MuonState, g: Tensor, *, gamma: float, mu: float = 0.95, lead
     s.worker_error = c - c_hat                                       # c_hat is sent
     d = c_hat.mean(0)                                                # on the owner
     s.momentum = mu * s.momentum + (1 - mu) * d
-    u = orthogonal((lead * d + (1 - lead) * s.momentum) @ s.back, ns_steps)
+    each = ((lead * d + (1 - lead) * s.momentum) @ s.back).chunk(stacks, 1 if wide else 0)
+    u = torch.cat([orthogonal(part, ns_steps) for part in each], 1 if wide else 0)
     raw = s.momentum @ s.back
     s.gram = 0.95 * s.gram + 0.05 * raw.mT @ raw
-    u = torch.where(u >= 0, 1.0, -1.0).to(u) / len(u) ** 0.5         # signs are sent
+    u = torch.where(u >= 0, 1.0, -1.0).to(u) / max(each[0].shape) ** 0.5     # signs are sent
     s.x = (1 - gamma * decay) * s.x - gamma * (u.mT if wide else u)  # on the workers
 
 
@@ -310,7 +311,7 @@ def outer(c: Tensor) -> Tensor:
 
 
 def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz (Jordan, 2024): nearly the orthogonal matrix nearest to x [m, n], m >= n."""
+    """Newton-Schulz (Jordan, 2024): nearly the orthogonal matrix nearest to x [m, n]."""
     x = x / norm(x).clamp(min=1e-7)
     for _ in range(steps):
         gram = x.mT @ x

@@ -136,6 +136,41 @@ def test_ranks_follow_the_reference(workers):
     print(f"{workers} ranks, {STEPS} steps: largest difference {largest:.1e}; a sign would be {2 * LR / 50**0.5:.0e}")
 
 
+@pytest.mark.parametrize("shape", [(60, 20), (24, 40)])
+def test_stacks_are_orthogonalised_one_by_one(shape):
+    """On one rank as torch's Muon does parameters that are cut, on two as the reference."""
+    stacks, start = 3, torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    draw = torch.Generator().manual_seed(SEED)
+    grads = [torch.randn(2, *shape, generator=draw) + 0.3 for _ in range(5)]
+
+    def run(rank: int, transport: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+        p = Parameter(start.clone())
+        groups = [{"params": [p], "stacks": stacks}]
+        optimizer = OneBitMuon(groups, LR, DECAY, ns_dtype=dtype, process_group=transport)
+        for g in grads:
+            p.grad = g[rank].clone()
+            optimizer.step()
+        return p.detach()
+
+    cut = [Parameter(part.clone()) for part in start.chunk(stacks)]
+    muon = torch.optim.Muon(cut, LR, DECAY)
+    size = max(1.0, cut[0].shape[0] / cut[0].shape[1]) ** 0.5
+    state = reference.MuonState(start.double(), 2)
+    for step, g in enumerate(grads):
+        for p, part in zip(cut, g[0].chunk(stacks), strict=True):
+            p.grad = part
+        muon.step()
+        if step and step & (step - 1) == 0:
+            reference.whiten(state)
+        reference.onebit_muon(state, g.double(), gamma=LR * size, decay=DECAY / size, stacks=stacks)
+    (alone,), (one, other) = SimulatedGroup(1).run(run), SimulatedGroup(2).run(run)
+    rounded, whole = run(0, None, torch.bfloat16), torch.cat(cut).detach()
+    torch.testing.assert_close(rounded, whole, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(alone, whole, rtol=0.0, atol=LR / 10)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one.double(), state.x, rtol=0.0, atol=1e-6)
+
+
 def test_nothing_is_lost():
     """At momentum 0 the momentum is what has arrived: that and what is left, as gradients are, are all there was."""
 
@@ -279,7 +314,7 @@ def test_bytes_of_a_parameter_are_counted():
     ("wrong", "told"),
     [
         ({"algorithm": "lion"}, "algorithm must be 'muon' or 'adamw', got 'lion'"),
-        ({"ns_steps": 0}, "ns_steps must be an int from 1 to 99, got 0"),
+        ({"momentum": 0.5, "ns_steps": 0}, "ns_steps must be an int from 1 to 99, got 0"),
         ({"ns_coefficients": 3.0}, "ns_coefficients must be three finite numbers, got 3.0"),
         ({"ns_dtype": "bf16"}, "ns_dtype must be a torch.dtype of floats, .*, got 'bf16'"),
         ({"eps": 0.0}, "eps must be a finite number > 0, got 0.0"),

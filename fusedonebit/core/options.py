@@ -133,6 +133,7 @@ OF_GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "maximize": (lambda v: isinstance(v, bool), "True or False"),
     "algorithm": (lambda v: v in ("muon", "adamw"), "'muon' or 'adamw'"),
+    "stacks": (lambda v: is_int(v) and v >= 1, "an int >= 1"),
     **dict.fromkeys(("momentum", "beta3", "r_threshold"), (is_share, "a number in [0, 1)")),
     **dict.fromkeys(("eps", "weight_decay"), (lambda v: _fits_float32(v) and v >= 0, "a finite number >= 0")),
     **dict.fromkeys(("c_min", "r_min"), (lambda v: is_number(v) and v >= 0, "a finite number >= 0")),

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.owned_signs import Shares
 from ..core.algorithm import Algorithm
 from ..core.frame import Frame
 from ..core.members import Members
@@ -87,7 +88,7 @@ class Muon(Algorithm):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         options, plist = self.options, frame.parameters
-        self._averaged = [averaged(group) for group in frame.groups]
+        self._trained = [(group["algorithm"], group["stacks"]) for group in frame.groups]
         count = sum(not averaged(frame.groups[group]) for group in plist.group_of)
         members = Members(frame, range(count))
         matrices = Matrices.of(members, frame, options.adjust_lr_fn)
@@ -108,12 +109,12 @@ class Muon(Algorithm):
 
     def check_step(self) -> None:
         """Raise RuntimeError if a group is trained by something else than it was at first."""
-        for number, (group, before) in enumerate(zip(self.frame.groups, self._averaged, strict=True)):
-            if averaged(group) != before:
-                raise RuntimeError(
-                    f"algorithm of group {number} must stay {'adamw' if before else 'muon'!r}, got "
-                    f"{group['algorithm']!r}: construct a new optimizer"
-                )
+        for number, (group, before) in enumerate(zip(self.frame.groups, self._trained, strict=True)):
+            for name, was in zip(("algorithm", "stacks"), before, strict=True):
+                if group[name] != was:
+                    raise RuntimeError(
+                        f"{name} of group {number} must stay {was!r}, got {group[name]!r}: construct a new optimizer"
+                    )
 
     @property
     def stage(self) -> Stage:
@@ -141,18 +142,30 @@ def _momentum(groups: Sequence[Mapping[str, Any]]) -> float:
     return next((group["momentum"] for group in groups if not averaged(group)), 0.0)
 
 
-def _shares(frame: Frame, nesterov: bool, least: float) -> tuple[float, float]:
-    """Return the momentum's share of itself, now, and the newest gradient's of the direction."""
+def _shares(frame: Frame, nesterov: bool, lead: float) -> Shares:
+    """Return those of this step, for its momentum may have changed; the newest gradient's is at least ``lead``."""
     momentum = _momentum(frame.groups)
-    return momentum, max(least, 1 - momentum) if nesterov else 0.0
+    return Shares(momentum, max(lead, 1 - momentum) if nesterov else 0.0)
 
 
 def _check_group(group: Mapping[str, Any], momentum: float, where: str) -> None:
     """Raise ValueError for a parameter that is trained as a matrix, and is none, and for another momentum."""
-    if not averaged(group) and group["momentum"] != momentum:
+    stacks = group["stacks"]
+    if averaged(group):
+        if stacks != 1:
+            raise ValueError(f'stacks must be 1 where algorithm is "adamw", got {stacks}{where}')
+        return
+    if group["momentum"] != momentum:
         raise ValueError(f"momentum must be the same in all groups, {momentum}, got {group['momentum']}{where}")
-    for p in () if averaged(group) else group.get("params", ()):
-        if isinstance(p, Tensor) and not is_matrix(p):  # a checkpoint has numbers
+    for p in group.get("params", ()):
+        if not isinstance(p, Tensor):  # of a checkpoint, which has numbers
+            continue
+        if stacks > 1 and is_matrix(p) and (p.shape[0] % stacks or p.stride(0) < max(p.stride())):
+            raise ValueError(
+                f"stacks must divide the first dimension of parameters, the slowest in memory, got {stacks} for shape "
+                f"{tuple(p.shape)}, strides {p.stride()}{where}"
+            )
+        if not is_matrix(p):
             raise ValueError(
                 f'params must be matrices where algorithm is "muon", got shape {tuple(p.shape)}, strides {p.stride()}'
                 f"{where}: put vectors, and the first and the last layer, into a group with "
@@ -193,7 +206,9 @@ class OneBitMuon(DistributedOptimizer):
             matrix with a row for each of its first one.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: As torch.optim.Muon's;
             momentum is the same in all groups.
-        algorithm: "muon", or "adamw", of groups.
+        algorithm: "muon", or "adamw", of groups. Groups of matrices may have "stacks" as well: of how many matrices,
+            one above the other, each parameter is one, such as 3 of queries, keys and values in one layer. Each is
+            orthogonalised by itself.
         betas: AdamW's; its eps is 1e-8.
         ns_dtype: In which Newton-Schulz computes.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't.
@@ -223,7 +238,7 @@ class OneBitMuon(DistributedOptimizer):
         faults: Faults = FAULTS,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        defaults |= {"algorithm": algorithm, "betas": betas, "eps": 1e-8}
+        defaults |= {"algorithm": algorithm, "betas": betas, "eps": 1e-8, "stacks": 1}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         own: dict[str, Any] = {
             "nesterov": nesterov,

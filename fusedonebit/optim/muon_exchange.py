@@ -21,7 +21,7 @@ from ..core.state_tensor import StateTensor
 from ..triton_kernels import apply_momentum
 from ..triton_kernels.gradient_scaling import SQUARES
 from ..triton_kernels.nouns import Divisor, Signs
-from .orthogonal import HEADER, OF_SEVERAL, WHITENED, Matrices, by_block, raw
+from .orthogonal import HEADER, OF_SEVERAL, WHITENED, Matrices, by_block, each_of, raw
 from .rest import Rest
 from .whitening import Whitening
 
@@ -92,14 +92,17 @@ class OwnedExchange(Exchange):
     reducer: OwnedSigns
 
     def __init__(
-        self, frame: Frame, matrices: Matrices, shares: Shares, orthogonalise: Callable[[Tensor], Tensor]
+        self,
+        frame: Frame,
+        matrices: Matrices,
+        shares: Callable[[], Shares],
+        orthogonalise: Callable[[Tensor], Tensor],
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
-            directions = [direction for _, direction in batches]
             turn = 1 - 2 * (frame.steps.outcomes.attempts % 2)
-            raw = self.whitening.back(directions)
-            for direction, made, nearly in zip(directions, raw, self._nearly, strict=True):
-                torch.add(orthogonalise(made), nearly, alpha=turn, out=direction)
+            raw = self.whitening.back([direction for _, direction in batches])
+            for (batch, direction), own, nearly in zip(batches, raw, self._nearly, strict=True):
+                torch.add(each_of(orthogonalise, own, batch.stack), nearly, alpha=turn, out=direction)
 
         self.members, layout = matrices.members, matrices.members.layout
         self.compensated = torch.zeros(layout.numel, device=frame.device)
@@ -107,9 +110,9 @@ class OwnedExchange(Exchange):
         self._nothing = Whole(*[frame.nothing] * 3)
         self.whole = self._nothing
         self.absent_of_rest: Tensor | None = None
-        with_whom = layout, matrices.shapes, frame.ranks.transport
+        with_whom = layout, matrices.shapes, matrices.stacks, frame.ranks.transport
         super().__init__(frame, OwnedSigns(*with_whom, update, shares, self.compensated, self.members.live))
-        sizes = [size / max(shape) ** 0.5 for size, shape in zip(matrices.sizes, matrices.shapes, strict=True)]
+        sizes = [size / root for size, root in zip(matrices.sizes, matrices.roots, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
         self.whitening = Whitening(matrices, self.reducer)
         # Of each of its batches next to nothing: where an update is 0, its signs are others in each step, so that what

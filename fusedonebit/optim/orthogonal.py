@@ -55,6 +55,14 @@ def orthogonalised(x: Tensor, coefficients: Coefficients, steps: int, eps: float
     return x.mT if tall else x
 
 
+def each_of(orthogonalise: Callable[[Tensor], Tensor], x: Tensor, stack: int) -> Tensor:
+    """Orthogonalise ``x`` [count, m, n], or each of as many matrices as stand one above the other in it."""
+    if stack == 1:
+        return orthogonalise(x)
+    count, m, n = x.shape
+    return orthogonalise(x.reshape(count * stack, m // stack, n)).reshape(x.shape)
+
+
 def adjustment(rows: int, columns: int, adjust_lr_fn: str) -> float:
     """Return what a matrix's learning rate is multiplied with, as torch.optim.Muon's ``adjust_lr_fn`` says."""
     if adjust_lr_fn == "match_rms_adamw":
@@ -77,18 +85,26 @@ class Matrices(NamedTuple):
     members: Members
     shapes: Sequence[Shape]
     """Rows and columns of each, as it lies in memory, where another order of its dimensions is a transpose."""
+    stacks: Sequence[int]
+    """Of how many matrices, one above the other, each is one."""
     sizes: Sequence[float]
     """What the learning rate of each is multiplied with."""
+    roots: Sequence[float]
+    """What its update's root mean square is one over."""
 
     @classmethod
     def of(cls, members: Members, frame: Frame, adjust_lr_fn: str) -> Matrices:
         """Return those of an optimizer."""
-        shapes, sizes = list[Shape](), list[float]()
-        for p in members.of(frame.parameters.params):
-            rows = p.shape[_slowest(p)]
+        shapes, stacks, sizes, roots = list[Shape](), list[int](), list[float](), list[float]()
+        plist = frame.parameters
+        for p, group in zip(members.of(plist.params), members.of(plist.group_of), strict=True):
+            rows, stack = p.shape[_slowest(p)], frame.groups[group]["stacks"]
+            of_one = p.shape[0] // stack, p.numel() // p.shape[0]
             shapes.append((rows, p.numel() // rows))
-            sizes.append(adjustment(p.shape[0], p.numel() // p.shape[0], adjust_lr_fn))
-        return cls(members, shapes, sizes)
+            stacks.append(stack)
+            sizes.append(adjustment(*of_one, adjust_lr_fn))
+            roots.append(max(of_one) ** 0.5)
+        return cls(members, shapes, stacks, sizes, roots)
 
 
 class MuonUpdate(Part):
@@ -110,7 +126,7 @@ class MuonUpdate(Part):
         self,
         frame: Frame,
         matrices: Matrices,
-        shares: Shares,
+        shares: Callable[[], Shares],
         orthogonalise: Callable[[Tensor], Tensor],
     ) -> None:
         self._frame, self._shares, self._orthogonalise = frame, shares, orthogonalise
@@ -118,8 +134,9 @@ class MuonUpdate(Part):
         self.momentum = torch.zeros(layout.numel, device=frame.device)
         self._whitened_by = frame.nothing
         self._scale = by_block(layout, matrices.sizes).to(frame.device)
-        self._shapes = shapes = list(matrices.shapes)
-        self._alike = [[i for i, own in enumerate(shapes) if own == shape] for shape in dict.fromkeys(shapes)]
+        self._shapes, self._stacks = list(matrices.shapes), list(matrices.stacks)
+        kinds = list(zip(self._shapes, self._stacks, strict=True))
+        self._alike = [[i for i, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)]
 
     def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Make one update, as ``averaging.Update``."""
@@ -135,7 +152,9 @@ class MuonUpdate(Part):
             after = before.lerp(g, 1 - beta)
             direction = g.lerp(after, 1 - newest) if newest else after
             torch._foreach_copy_([momenta[i] for i in own], list(torch.where(still, before, after).unbind(0)))
-            made = self._orthogonalise(direction.view(len(own), *self._shapes[own[0]]))
+            direction = direction.view(len(own), *self._shapes[own[0]])
+            made = each_of(self._orthogonalise, direction, self._stacks[own[0]])
+            made = made.float() if made.dtype is torch.float64 else made  # which the op does not read
             for i, update in zip(own, made.contiguous().unbind(0), strict=True):
                 updates[i] = update
         how = frame.rounding, members.correction

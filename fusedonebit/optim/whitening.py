@@ -103,20 +103,20 @@ class Whitening:
         return [batch.of(self._reducer.momentum) for batch in self._batches]
 
     def _renew(self) -> None:
-        """Make anew what whitens, and bring to it momenta, their Gram matrices and residuals."""
+        """Make anew what whitens, and bring to it what is whitened: momenta, their Gram matrices and residuals."""
         if not self._followed:
-            self.follow()  # of a rank alone the momentum alone is there
+            self.follow()  # a checkpoint of one rank has a momentum and no Gram matrix
+        # From the old basis to none ...
         raw, before = self.back(self._momenta()), self._white
-        for made_of, newest in zip(self.made_of, self._both_sides(self._back), strict=True):
-            counts = newest.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-            made_of.copy_(torch.where(counts, newest, 0.0))  # after a gradient that was too large they begin anew
+        for made_of, gram in zip(self.made_of, self._raw_grams(), strict=True):
+            counts = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+            made_of.copy_(torch.where(counts, gram, 0.0))  # after a gradient that was too large they begin anew
         own = self._make()
+        # ... and to the new one.
         for m, each, white in zip(self._momenta(), raw, own, strict=True):
             m.copy_(finite(times(each, white)))
-        for followed, made_of in zip(self.grams, self.made_of, strict=True):
-            followed.copy_(made_of)
-        for followed, turned in zip(self.grams, self._both_sides(own), strict=True):
-            followed.copy_(turned)
+        for gram, made_of, white in zip(self.grams, self.made_of, own, strict=True):
+            gram.copy_(both_sides(made_of, white))
         self._reducer.settle()
         left = self._reducer.layout.cut(self._reducer.compensated)
         for k, alike in enumerate(self._alike):
@@ -125,10 +125,10 @@ class Whitening:
             turned = finite(times(e, self._white[k])).flatten(1)
             torch._foreach_copy_([left[i] for i in alike], list(turned.unbind(0)))
 
-    def _both_sides(self, sides: Sequence[Tensor]) -> list[Tensor]:
-        """Return what Gram matrices are of matrices that are multiplied by ``sides``; of none they themselves."""
-        pairs = zip(self.grams, sides, strict=True) if sides else ()
-        return [torch.bmm(torch.bmm(side, gram), side) for gram, side in pairs] or list(self.grams)
+    def _raw_grams(self) -> list[Tensor]:
+        if not self._back:
+            return list(self.grams)
+        return [both_sides(gram, back) for gram, back in zip(self.grams, self._back, strict=True)]
 
     def _make(self) -> list[Tensor]:
         """Make what whitens, and send it to all; return what this rank's batches are whitened with."""
@@ -181,6 +181,11 @@ class Whitening:
     def _places(self, line: Tensor) -> list[Tensor]:
         """View in this owner's elements those of its Gram matrices, [count, n*n]."""
         return [batch.of(line).flatten(1)[:, : min(batch.shape) ** 2] for batch in self._batches]
+
+
+def both_sides(gram: Tensor, side: Tensor) -> Tensor:
+    """Return the Gram matrices [count, n, n] of matrices that are multiplied by ``side``."""
+    return torch.bmm(torch.bmm(side, gram), side)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ def _check_groups(frame: Frame, check_group: Callable[..., None], saved: Groups,
 
 def _merged(frame: Frame, saved: Groups) -> list[dict[str, Any]]:
     """Return the saved groups; what they lack is as it is here, what only another optimizer has is dropped."""
-    foreign = {*OF_GROUPS, KEY, "added_at"} - set(frame.hyper.names) | {"algorithm"}  # which is the optimizer's
+    foreign = {*OF_GROUPS, KEY, "added_at"} - set(frame.hyper.names) | {"algorithm", "stacks"}  # the optimizer's own
     own = [{k: v for k, v in group.items() if k not in ("params", KEY)} for group in frame.groups]
     kept = [{key: value for key, value in group.items() if key not in foreign} for group in saved]
     return [mine | theirs for mine, theirs in zip(own, kept, strict=True)]
