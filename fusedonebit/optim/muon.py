@@ -189,7 +189,7 @@ class OneBitMuon(DistributedOptimizer):
 
     .. math::
         c_i = e_i + g_i P, \quad e_i \leftarrow c_i - C(c_i), \quad
-        d = \tfrac{1}{W} \textstyle\sum_i C(c_i), \quad m \leftarrow \mu m + (1 - \mu) d, \quad
+        d = \frac{1}{W} \sum_i C(c_i), \quad m \leftarrow \mu m + (1 - \mu) d, \quad
         x \leftarrow x - \gamma (s \, \mathrm{sgn}(O((a d + (1 - a) m) P^{-1})) + \lambda x)
 
     with O Newton-Schulz, s its update's root mean square, and P the inverse root of the momentum's Gram matrix, which
