@@ -101,6 +101,7 @@ def test_after_detach_gradients_are_plain_ddps_and_ranks_equal(name):
         assert len(bits) == 1
         assert not any(said[1:])
         compresses = phase in ("compression", "one-bit") and name != "OneBitLion"
+        compresses &= (name, stage) != ("OneBitMuon", "before a step")  # whose bits begin with the first one
         assert len(said[0]) == compresses
         if compresses:
             how_much = re.match(OWES, said[0][0])[1]

@@ -101,7 +101,7 @@ PLAIN_LAMB = Run(by_name(Lamb), steps=3)
 LION = Run(by_name(OneBitLion), steps=4)
 ZERO_ONE = Run(by_name(ZeroOneAdam, variance_policy=Renews(), sync_policy=Lengths()), steps=12)
 OWN_VARIANCES = Run(by_name(ZeroOneAdam, sync_policy=Lengths((1, 3, 2))), steps=8)
-MUON = Run(by_name(as_matrices), steps=4, sizes=(*USUAL, 1, 0))
+MUON = Run(by_name(as_matrices), steps=4)
 SGD = Run(by_name(MarsitSGD, full_precision_every=3), steps=7)
 MARSIT_ADAM = Run(by_name(MarsitAdam, full_precision_every=3), steps=7)
 BASES = {

@@ -57,9 +57,11 @@ def unexplained(found: Iterable[Found]) -> list[str]:
 
 def small(run: whole_steps.Run) -> whole_steps.Run:
     """Returns a run on tensors of a few blocks, with the launch keys of large ones."""
-    if run.sizes not in (whole_steps.USUAL, whole_steps.MUON.sizes):
+    if run.sizes != whole_steps.USUAL:
         return run
-    return replace(run, sizes=SIZES, options={"block_size": 1024} | run.options)
+    # A single vector beside matrices, as usually.
+    sizes = SIZES[:3] if run.kind is whole_steps.MUON.kind else SIZES
+    return replace(run, sizes=sizes, options={"block_size": 1024} | run.options)
 
 
 def take(
