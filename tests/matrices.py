@@ -18,8 +18,7 @@ def rows_of(numel: int) -> int:
 def as_matrices(groups: list[dict[str, Any]], *args: Any, **options: Any) -> OneBitMuon:
     """Make one of vectors, which become matrices; those of 0 or a prime number of elements, unless all are, AdamW's."""
     params = [p for group in groups for p in group["params"]]
-    shaped = [p for p in params if rows_of(p.numel()) > 1] or params
-    for p in shaped:
+    for p in [p for p in params if rows_of(p.numel()) > 1] or params:
         grad, p.grad = p.grad, None
         p.data = p.data.view(rows_of(p.numel()), -1)
         p.grad = None if grad is None else grad.view(p.shape)

@@ -280,8 +280,7 @@ def test_a_step_of_muon_beside_its_products_is_eleven_operations(tensors):
     with using("triton"), without_kernels():
         found = SimulatedGroup(2).run(partial(step_of_muon, tensors=tensors))[0]
     step = sum(found[name] for name in OF_MUON)
-    products = sum(found[name] for name in PRODUCTS)
-    whitening = products - shapes * 3 * NS_STEPS
+    whitening = sum(found[name] for name in PRODUCTS) - shapes * 3 * NS_STEPS
     others = {name: n for name, n in found.items() if name not in {*OF_MUON, *PRODUCTS, "_local_scalar_dense"}}
     print(
         f"OneBitMuon, {tensors} matrices of {shapes} shapes: {step} device operations whatever their number (limit 11)"
