@@ -52,9 +52,10 @@ COMPRESSED_BY = {
 
 
 def near(records: Records, view: View, name: str, percent: float = 0.5) -> tuple[list[str], list[str], list[str]]:
-    """Return the tasks that a compressed optimizer was trained on; those on which it ends within 0.5 % (0.05 decades).
+    """Return the tasks that a compressed optimizer was trained on; those on which it ends near its parent.
 
-    That is its mean and one standard error; the third are those of which seeds tell too little: half of that.
+    Near is within so many ``percent`` (0.05 decades): its mean and one standard error. The third are those of which
+    seeds tell too little: half of that.
     """
     found = {task: d for task in FIRST if (d := difference(records, view, task, name)) is not None}
     limit = {task: DECADES if TASKS[task].noiseless else percent for task in found}

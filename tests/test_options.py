@@ -128,7 +128,7 @@ def test_an_option_at_the_wrong_place_is_told_its_own(kind):
             can_be_written(name, kind, re.fullmatch(r"(?:pass|did you mean) (.*?)\??", said)[1])
             told += 1
     print(f"{kind.__name__}: {told} options told their place, {elsewhere} are other optimizers'")
-    assert told >= 5
+    assert told >= (5 if kind is OneBitMuon else 6)
     assert elsewhere >= 8
 
 

@@ -37,9 +37,6 @@ class Members:
         self._tables = tables_of(self.layout, frame.device)  # kept, because launches share what somebody keeps
         self.places = Places.of(self.layout, self._tables.tensor, self.live)
 
-    def __bool__(self) -> bool:
-        return bool(self.which)
-
     @overload
     def of(self, each: Tensor) -> Tensor: ...
 

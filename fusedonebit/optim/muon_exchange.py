@@ -68,6 +68,7 @@ class OneBit(Stage):
 
 
 NEARLY = 1e-30
+"""Far below what an update has where it is not 0."""
 
 
 class Whole(NamedTuple):
@@ -100,8 +101,8 @@ class OwnedExchange(Exchange):
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
             turn = 1 - 2 * (frame.steps.outcomes.attempts % 2)
-            raw = self.whitening.back([direction for _, direction in batches])
-            for (batch, direction), own, nearly in zip(batches, raw, self._nearly, strict=True):
+            unwhitened = self.whitening.back([direction for _, direction in batches])
+            for (batch, direction), own, nearly in zip(batches, unwhitened, self._nearly, strict=True):
                 torch.add(each_of(orthogonalise, own, batch.stack), nearly, alpha=turn, out=direction)
 
         self.members, layout = matrices.members, matrices.members.layout

@@ -51,8 +51,8 @@ def test_small_steps_launch_what_large_ones_do(name):
         whole_steps.take(small(run))
     print(f"{name}: {len(of_small & keys)} of {len(keys)} launch keys are the same")
     assert {key.op for key in of_small} == {key.op for key in keys}
-    # A number of one kernel may be 1, or a multiple of 16, in one and not in the other.
-    assert len({key.op for key in keys - of_small}) <= 1
+    # A number may be a multiple of 16 in one and not in the other; of matrices, spans of ``receive``, on either rank.
+    assert len(of_small & keys) >= len(keys) - (2 if name == "OneBitMuon" else 1)
 
 
 # ---------------------------------------------------------------- faults
