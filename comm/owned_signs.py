@@ -59,6 +59,7 @@ class OwnedSigns(Reducer):
         shares: Tells those of the step that is taken.
         compensated: c, float32 [P], of which e is what is left.
         live: Which elements count.
+        senders: From how many ranks messages arrive; 0: from all.
 
     Attributes:
         owners: Who owns what.
@@ -79,6 +80,7 @@ class OwnedSigns(Reducer):
         shares: Callable[[], Shares],
         compensated: Tensor,
         live: LiveTable,
+        senders: int = 0,
     ) -> None:
         self.layout, self.transport, self._update, self.compensated = layout, transport, update, compensated
         self._shares = shares
@@ -86,7 +88,8 @@ class OwnedSigns(Reducer):
         world_size, rank = transport.world_size, transport.rank
         self.owners = owners = Owners(layout, shapes, world_size, device, stacks)
         own = owners.layout
-        self.to_owners, self.arrived = (Messages(world_size, owners.slots, own, device) for _ in range(2))
+        counts = world_size, senders or world_size
+        self.to_owners, self.arrived = (Messages(count, owners.slots, own, device) for count in counts)
         self.gathered, self.served = (Messages(count, 1, own, device) for count in (world_size, 1))
         for sent in (self.to_owners, self.served):
             sent.words[:, Word.SENDER] = rank
@@ -157,11 +160,11 @@ class OwnedSigns(Reducer):
 
     def synchronise(self, compress: Compress, context: StepContext) -> None:
         """Compress, average on owners, update there, and leave the update's signs in ``bits``."""
-        self._write(compress, context)
+        self.write(compress, context)
         self.transport.all_to_all(self.arrived.buffer, self.to_owners.buffer)
-        self._serve(context)
+        self.serve(context)
         self.transport.all_gather(self.gathered.buffer, self.served.buffer)
-        self._receive(context)
+        self.receive(context)
 
     def compress(self, grads: Sequence[Tensor], coef: Tensor) -> None:
         """Add gradients to what is left, and write signs and scales of that to the messages: two launches."""
@@ -170,7 +173,8 @@ class OwnedSigns(Reducer):
         outer_compress(grads, places, self.compensated, self.outer, coef, *how)
         outer_scales(self.compensated, places, self.outer, self.partials, self._tiles, verdict.hold)
 
-    def _write(self, compress: Compress, context: StepContext) -> None:
+    def write(self, compress: Compress, context: StepContext) -> None:
+        """Compress, and write the messages to owners."""
         self._keep(tuple(context.missing))
         verdict = self.verdict
         verdict.hold = verdict.none if context.hold is None else context.hold
@@ -187,7 +191,8 @@ class OwnedSigns(Reducer):
             self._no_partials, work, 0, segment, scales, words, header, verdict.digest, verdict.hold, context.renewal
         )
 
-    def _serve(self, context: StepContext) -> None:
+    def serve(self, context: StepContext) -> None:
+        """Average what has arrived, update this owner's matrices, and write the message to all."""
         verdict, own = self.verdict, self.to_owners.words[self.transport.rank]
         arrived = SentSigns(self.arrived.bits, self.arrived.words, own)
         answer = self.served.words, self._header(context, 0, verdict.agreed)
@@ -200,7 +205,8 @@ class OwnedSigns(Reducer):
             verdict.absent = absent_on_all(self.arrived.absent, len(self.layout.sizes), verdict.agreed)
             self.served.absent.copy_(packed(verdict.absent))
 
-    def _receive(self, context: StepContext) -> None:
+    def receive(self, context: StepContext) -> None:
+        """Take the signs of what owners have sent."""
         verdict, before = self.verdict, self.skipped if context.hold is None else self.skipped.clone()
         sides, scale = (self._worker, self._server), self._result_scale
         verdict.receive(self.gathered, self.served, sides, self.transport.rank, scale, context, None)

@@ -13,7 +13,7 @@ from fusedonebit.integrations.fsdp_groups import Rows
 from fusedonebit.triton_kernels import FlatLayout
 
 from .alike import AlikeTransport
-from .setting import BETAS, EPS, Params, Setting
+from .setting import BETAS, EPS, Params, Setting, between
 
 
 class Averages:
@@ -123,11 +123,10 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Params, of: Setting) -> None:
-        shaped = [p for p in params if p.ndim >= 2]
-        between = {id(p) for p in shaped[1:-1]}
+        params, trained = list(params), set(between(params))
         own: dict[str, Any] = {"lr": of.lr, "weight_decay": of.weight_decay}
-        self._matrices = [(p, torch.nn.Parameter(p.detach().flatten(1))) for p in params if id(p) in between]
-        rest = [p for p in params if id(p) not in between]
+        self._matrices = [(p, torch.nn.Parameter(p.detach().flatten(1))) for i, p in enumerate(params) if i in trained]
+        rest = [p for i, p in enumerate(params) if i not in trained]
         views = [view for _, view in self._matrices]
         self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=BETAS, eps=EPS, **own)]
         if views:

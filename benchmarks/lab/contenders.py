@@ -31,12 +31,13 @@ from fusedonebit.optim.muon import LEAD
 
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, settled
 from .alike import AlikeTransport
+from .batched_muon import BatchedOneBitMuon
 from .compressed import OnAverages
 from .rivals import RIVALS
 from .rivals.frame import Rival
 from .rivals.one_bit_muon import OneBitMuon as RivalMuon
 from .rivals.one_bit_muon import Way
-from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting
+from .setting import BETAS, EPS, LAMB_EPS, WARM_UP, Contender, Params, Setting, between
 from .workers import BatchedZeroOneAdam
 
 
@@ -129,12 +130,12 @@ def _onebit_lion(params: Params, of: Setting) -> Any:
 
 def _onebit_muon(params: Params, of: Setting) -> Any:
     """Compress matrices between the first and the last, as Muon's uncompressed contender orthogonalises them."""
-    given = list(params)
-    between = [i for i, p in enumerate(given) if p.dim() >= 2][1:-1]
-    rest = [p for i, p in enumerate(given) if i not in between]
-    groups: Any = [{"params": [given[i] for i in between]}, {"params": rest, "algorithm": "adamw"}]
+    given, kind = list(params), BatchedOneBitMuon if isinstance(of.transport, AlikeTransport) else OneBitMuon
+    trained = between(given)
+    rest = [p for i, p in enumerate(given) if i not in trained]
+    groups: Any = [{"params": [given[i] for i in trained]}, {"params": rest, "algorithm": "adamw"}]
     how: dict[str, Any] = {"betas": BETAS, "adjust_lr_fn": "match_rms_adamw", "process_group": of.transport}
-    return OneBitMuon([group for group in groups if group["params"]], of.lr, of.weight_decay, **how)
+    return kind([group for group in groups if group["params"]], of.lr, of.weight_decay, **how)
 
 
 def _marsit(params: Params, of: Setting, every: int) -> Any:
@@ -201,7 +202,7 @@ CONTENDERS: dict[str, Contender] = {
     "onebit-lamb": of_lamb(_onebit_lamb),
     "onebit-lamb-living": of_lamb(partial(_living, warmup=0.05, kind=OneBitLamb)),
     "onebit-lion": Contender(_onebit_lion, parent="adamw", rate=0.1),
-    "onebit-muon": Contender(_onebit_muon, parent="muon"),
+    "onebit-muon": Contender(_onebit_muon, parent="muon", batched=True),
     "marsit-adam": apart(partial(_marsit, every=100)),
     "adam-living": of_adam(partial(_living, warmup=0.05, kind=LivingAdam, faults=UNGUARDED)),
     "adam-frozen": of_adam(partial(_adam, frozen=True)),

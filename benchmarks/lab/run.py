@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from fusedonebit.comm import SimulatedGroup, Transport
 
 from .alike import AlikeTransport
-from .compressed import Averages
 from .contenders import CONSTANTS, CONTENDERS, settings
 from .gradients import Which, gradients
 from .rivals.frame import Rival
 from .setting import EVALUATED, Setting
 from .tasks import TASKS, Trial
-from .workers import BatchedAllReduce, batch_workers
+from .workers import TakesGradients, batch_workers
 
 LR_WARM_UP, FINAL_LR = 0.05, 0.1  # shares of the steps, and of the peak at the end of the cosine
 WINDOWS = 25
@@ -153,7 +152,7 @@ class Worker:
             training.ready(models)
         setting = Setting(key.lr, task.steps, task.weight_decay, key.seed, transport)
         self.optimizers = [training.contender.make(list(model.parameters()), setting) for model in self.models]
-        self.reducers: list[BatchedAllReduce | Averages | Rival | None] = [None] * len(self.models)
+        self.reducers: list[TakesGradients | None] = [None] * len(self.models)
         if alone:
             self.reducers = [
                 batch_workers(optimizer, [[p.detach() for p in models[i].parameters()] for models in others])

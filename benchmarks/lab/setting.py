@@ -18,6 +18,14 @@ EVALUATED = (0.92, 0.94, 0.96, 0.98, 1.0)
 """Shares of the steps after which the metric is taken; their mean counts."""
 
 
+def between(tensors: Sequence[Tensor]) -> list[int]:
+    """Return which of a model's parameters, or their gradients, Muon trains: matrices but for the first and the last.
+
+    Those are embeddings and heads, which AdamW trains, as vectors.
+    """
+    return [i for i, tensor in enumerate(tensors) if tensor.dim() >= 2][1:-1]
+
+
 @dataclass(frozen=True)
 class Setting:
     """Holds what an optimizer is made for: peak learning rate, number of steps, which run, and over which ranks."""

@@ -8,7 +8,7 @@ compresses and serves for each rank in turn, with the library's own code. Bits a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +28,16 @@ from fusedonebit.triton_kernels.local_step import LocalStep
 from fusedonebit.triton_kernels.nouns import Preconditioner
 
 from .alike import AlikeTransport
-from .compressed import Averages, OnAverages
+from .batched_muon import BatchedExchange, BatchedMuon
+from .compressed import OnAverages
 from .rivals.frame import Rival
+
+
+class TakesGradients(Protocol):
+    """What stands for all workers."""
+
+    def give(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take each worker's gradients by parameter, of the coming step."""
 
 
 class WorkerAllReduce(CompressedAllReduce):
@@ -219,9 +227,7 @@ class BatchedZeroOneAdam(ZeroOneAdam):
     algorithm: BatchedLocalAdam
 
 
-def batch_workers(
-    optimizer: torch.optim.Optimizer, others: Sequence[Sequence[Tensor]] = ()
-) -> BatchedAllReduce | Averages | Rival | None:
+def batch_workers(optimizer: torch.optim.Optimizer, others: Sequence[Sequence[Tensor]] = ()) -> TakesGradients | None:
     """Let an optimizer over an ``AlikeTransport`` stand for all of its workers.
 
     Args:
@@ -237,6 +243,9 @@ def batch_workers(
     if isinstance(optimizer, OnAverages):
         return optimizer.averages
     algorithm = optimizer.algorithm if isinstance(optimizer, DistributedOptimizer) else None
+    if isinstance(algorithm, BatchedMuon):
+        assert isinstance(algorithm.exchange, BatchedExchange)
+        return algorithm.exchange.reducer
     if not isinstance(algorithm, (TwoStage, BatchedLocalAdam)):
         return None
     numerics = algorithm.options.numerics

@@ -76,6 +76,7 @@ class Muon(Algorithm):
     traits: ClassVar = Traits(MuonOptions, {"one-bit": True}, continues=False, shards=False, corrects=True)
     options: MuonOptions
     exchange: OwnedExchange | None = None
+    exchanges: ClassVar[type[OwnedExchange]] = OwnedExchange
 
     @classmethod
     def check(cls, frame: Frame) -> None:
@@ -103,7 +104,7 @@ class Muon(Algorithm):
             self.parts = (*updates, self._stage)
         else:
             shares = partial(_shares, frame, options.nesterov, LEAD)
-            self.exchange = OwnedExchange(frame, matrices, shares, orthogonalise)
+            self.exchange = self.exchanges(frame, matrices, shares, orthogonalise)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
 

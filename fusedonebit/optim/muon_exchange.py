@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm import StepContext
 from ..comm.owned_signs import OwnedSigns, Shares
-from ..comm.owners import Batch
+from ..comm.owners import Batch, Shape
 from ..comm.reducer import Compress
 from ..core.exchange import Exchange
 from ..core.frame import Frame
@@ -79,6 +79,11 @@ class Whole(NamedTuple):
     made_of: Tensor
 
 
+def _signs(i: int, shape: Shape) -> Tensor:
+    """Draw the signs of matrix ``i``, the same whoever owns it."""
+    return torch.randint(2, shape, generator=torch.Generator().manual_seed(i), dtype=torch.int8) * 2 - 1
+
+
 class OwnedExchange(Exchange):
     """Exchanges matrices with their owners.
 
@@ -90,6 +95,8 @@ class OwnedExchange(Exchange):
     """
 
     header_fields: ClassVar[Fields] = HEADER
+    reducers: ClassVar[type[OwnedSigns]] = OwnedSigns
+    whitenings: ClassVar[type[Whitening]] = Whitening
     reducer: OwnedSigns
 
     def __init__(
@@ -111,17 +118,17 @@ class OwnedExchange(Exchange):
         self._nothing = Whole(*[frame.nothing] * 3)
         self.whole = self._nothing
         self.absent_of_rest: Tensor | None = None
-        with_whom = layout, matrices.shapes, matrices.stacks, frame.ranks.transport
-        super().__init__(frame, OwnedSigns(*with_whom, update, shares, self.compensated, self.members.live))
+        of_matrices = layout, matrices.shapes, matrices.stacks, frame.ranks.transport
+        super().__init__(frame, self.reducers(*of_matrices, update, shares, self.compensated, self.members.live))
         sizes = [size / root for size, root in zip(matrices.sizes, matrices.roots, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
-        self.whitening = Whitening(matrices, self.reducer)
+        self.whitening = self.whitenings(matrices, self.reducer)
         # Of each of its batches next to nothing: where an update is 0, its signs are others in each step, so that what
         # has no gradient goes nowhere.
-        draw = torch.Generator().manual_seed(0)
-        shapes = [(batch.number, *batch.shape) for batch in self.reducer.owners.batches(frame.ranks.transport.rank)]
-        signs = [torch.randint(2, shape, generator=draw, dtype=torch.int8) * 2 - 1 for shape in shapes]
-        self._nearly = [NEARLY * each.to(frame.device, torch.bfloat16) for each in signs]
+        owners, rank = self.reducer.owners, self.reducer.transport.rank
+        signs = [_signs(i, matrices.shapes[i]) for i in owners.owned[rank]]
+        stacks = [torch.stack([signs.pop(0) for _ in range(batch.number)]) for batch in owners.batches(rank)]
+        self._nearly = [NEARLY * each.to(frame.device, torch.bfloat16) for each in stacks]
 
     def apply(self, coef: Tensor, divisor: Divisor | None = None, x_squares: Tensor | None = None) -> None:
         """Move matrices by the signs of their update."""

@@ -117,8 +117,12 @@ class Whitening:
             m.copy_(finite(times(each, white)))
         for gram, made_of, white in zip(self.grams, self.made_of, own, strict=True):
             gram.copy_(both_sides(made_of, white))
-        self._reducer.settle()
-        left = self._reducer.layout.cut(self._reducer.compensated)
+        self.turn(self._reducer, before)
+
+    def turn(self, reducer: OwnedSigns, before: Sequence[Tensor]) -> None:
+        """Bring what a reducer has left of gradients from the basis ``before`` to the new one."""
+        reducer.settle()
+        left = reducer.layout.cut(reducer.compensated)
         for k, alike in enumerate(self._alike):
             e = torch.stack([left[i].view(self._shapes[i]) for i in alike])
             e = times(e, torch.linalg.inv_ex(before[k])[0]) if before else e
@@ -134,11 +138,11 @@ class Whitening:
         """Make what whitens, and send it to all; return what this rank's batches are whitened with."""
         roots = [inverse_root(each) for each in self.made_of]
         own, self._back = ([root[k] for root in roots] for k in range(2))
-        self._white, self.whole = self._gathered(own), True
+        self._white, self.whole = self.gather(own), True
         self._made = [Stack.of(len(alike), self._shapes[alike[0]], self._reducer.device) for alike in self._alike]
         return own
 
-    def _gathered(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return what all owners have made, by shape; all ranks call it."""
         reducer, owners = self._reducer, self._reducer.owners
         at: dict[int, tuple[int, int]] = {}

@@ -84,7 +84,7 @@ def test_so_it_does_where_the_rate_is_0_for_some_steps(monkeypatch):
     assert [batched[name] for name in SAID] == [ranks[name] for name in SAID]
 
 
-@pytest.mark.long(but=["onebit-adam", "adam-frozen", "muon-compress-4"], full=True)
+@pytest.mark.long(but=["onebit-adam", "adam-frozen", "muon-compress-4", "onebit-muon"], full=True)
 @pytest.mark.parametrize("optimizer", ALIKE)
 def test_every_optimizer_for_all_workers_has_the_bits_of_ranks(monkeypatch, optimizer):
     short(monkeypatch, "mlp", 25)

@@ -1,0 +1,122 @@
+"""All W workers of 1-bit Muon in one optimizer: one owner has all matrices, and averages what each worker compresses.
+
+What a matrix becomes does not depend on who owns it: bits are those of simulated ranks, and so are the bytes counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedonebit import OneBitMuon
+from fusedonebit.comm import StepContext, Transport
+from fusedonebit.comm.owned_signs import OwnedSigns
+from fusedonebit.comm.owners import Shape
+from fusedonebit.comm.reducer import Compress
+from fusedonebit.optim.muon import Muon
+from fusedonebit.optim.muon_exchange import OwnedExchange
+from fusedonebit.optim.orthogonal import Matrices
+from fusedonebit.optim.whitening import Whitening
+from fusedonebit.triton_kernels import FlatLayout
+
+from .alike import AlikeTransport
+from .setting import between
+
+
+class Worker(OwnedSigns):
+    """One of the workers: compresses ``gradients``, of matrices, whatever the optimizer gives."""
+
+    gradients: Sequence[Tensor] = ()
+    whitening: Whitening
+
+    def compress(self, grads: Sequence[Tensor], coef: Tensor) -> None:
+        super().compress(self.whitening.whitened(self.gradients), coef)
+
+
+class BatchedOwners(Worker):
+    """The owner of all matrices, and the first worker; the others are beside it. Arguments as ``OwnedSigns``'s."""
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        shapes: Sequence[Shape],
+        stacks: Sequence[int],
+        transport: Transport,
+        update: Any,
+        shares: Any,
+        compensated: Tensor,
+        live: Any,
+    ) -> None:
+        of_matrices, alone = (layout, shapes, stacks), AlikeTransport(0, 1)
+        how = update, shares
+        self.one_of_many = OwnedSigns(*of_matrices, transport, *how, compensated, live)
+        super().__init__(*of_matrices, alone, *how, compensated, live, senders=transport.world_size)
+        left = [torch.zeros_like(compensated) for _ in range(1, transport.world_size)]
+        self.ranks = [self, *(Worker(*of_matrices, alone, *how, each, live) for each in left)]
+        for rank in self.ranks:
+            rank.verdict.digest = self.verdict.digest
+
+    def give(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take each worker's gradients by parameter, of the coming step."""
+        for rank, row in zip(self.ranks, gradients, strict=True):
+            given = list(row.values())
+            rank.gradients = [given[i] for i in between(given)]
+
+    def synchronise(self, compress: Compress, context: StepContext) -> None:
+        for rank in self.ranks:
+            rank.write(compress, context if rank is self else context._replace(renewal=None))
+        self.arrived.buffer.copy_(torch.cat([rank.to_owners.buffer for rank in self.ranks]))
+        self.serve(context)
+        self.gathered.buffer.copy_(self.served.buffer)
+        self.receive(context)
+        for rank in self.ranks:
+            rank.skipped = self.skipped
+        self.count(self.one_of_many.to_owners.buffer[0].nbytes)
+        self.count(self.one_of_many.served.nbytes)
+
+    def count(self, nbytes: int) -> None:
+        """Count what a rank of W sends to the others, so much each."""
+        transport = self.one_of_many.transport
+        transport.traffic.add((transport.world_size - 1) * nbytes)
+
+
+class BatchedWhitening(Whitening):
+    """What whitens all workers' gradients."""
+
+    def __init__(self, matrices: Matrices, reducer: BatchedOwners) -> None:
+        super().__init__(matrices, reducer)
+        self.reducer = reducer
+        for rank in reducer.ranks:
+            rank.whitening = self
+
+    def turn(self, reducer: OwnedSigns, before: Sequence[Tensor]) -> None:
+        for rank in self.reducer.ranks:
+            super().turn(rank, before)
+
+    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+        owners = self.reducer.one_of_many.owners
+        self.reducer.count(4 * max(1, *(sum(min(owners.shapes[i]) ** 2 for i in each) for each in owners.owned)))
+        return super().gather(own)
+
+
+class BatchedExchange(OwnedExchange):
+    """The same between these."""
+
+    reducer: BatchedOwners
+    reducers: ClassVar = BatchedOwners
+    whitenings: ClassVar = BatchedWhitening
+
+
+class BatchedMuon(Muon):
+    """The same of all workers."""
+
+    exchanges: ClassVar = BatchedExchange
+
+
+class BatchedOneBitMuon(OneBitMuon):
+    """All workers' 1-bit Muon."""
+
+    kind = BatchedMuon
