@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from . import block_io as io
-from . import headers, rules
+from . import headers, matrix_rules, rules
 from . import user_tensors as users
 from .eager import Tile, gather, live_mask, only_live, pack, signs, tiles
-from .jit import jit, rule, tl
+from .jit import jit, tl
 from .layout import FlatLayout
 from .nouns import (
     Bits,
@@ -110,21 +110,6 @@ class SentSigns(NamedTuple):
         }
 
 
-# ---------------------------------------------------------------- formulas
-
-
-@rule
-def product(row, column):
-    """s of an element: its row's scale times its column's."""
-    return row * column
-
-
-@rule
-def blended(x, y, share, rest):
-    """share*x + rest*y."""
-    return x * share + y * rest
-
-
 # ---------------------------------------------------------------- scales of elements
 
 
@@ -148,7 +133,7 @@ def slots_of(outer, t, b, i):
 def load_scales(scales, slots, mask):
     """Load the scales of a block's elements, float32 like the mask; 0 where that is not set."""
     of_rows = tl.load(scales + slots[0], mask=mask, other=0.0)
-    return product(of_rows, tl.load(scales + slots[1], mask=mask, other=0.0))
+    return matrix_rules.product(of_rows, tl.load(scales + slots[1], mask=mask, other=0.0))
 
 
 def slots_of_tile(outer: Outer, places: Places, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -162,7 +147,7 @@ def slots_of_tile(outer: Outer, places: Places, tile: Tile) -> tuple[Tensor, Ten
 
 def scales_of(scales: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
     """Return the scales of a tile's elements, float32 [blocks, block_size], of a row of them."""
-    return product(scales[slots[0]], scales[slots[1]])
+    return matrix_rules.product(scales[slots[0]], scales[slots[1]])
 
 
 # ---------------------------------------------------------------- a worker's
@@ -286,9 +271,9 @@ def outer_mean_kernel(
         d += tl.where(io.bits_of(tl.load(packed)) != 0, s, rules.negative(s))
         packed += arrived.bits_stride
         scales += outer.scales_stride
-    m = blended(tl.load(momentum + b * BLOCK_SIZE + i), d, beta, one_minus_beta)
+    m = matrix_rules.weighted(tl.load(momentum + b * BLOCK_SIZE + i), d, beta, one_minus_beta)
     tl.store(momentum + b * BLOCK_SIZE + i, io.only_active(m, mask, row))
-    x = blended(d, m, lead, one_minus_lead)
+    x = matrix_rules.weighted(d, m, lead, one_minus_lead)
     tl.store(direction + b * BLOCK_SIZE + i, io.only_active(x, mask, row))
 
 
@@ -336,7 +321,7 @@ def outer_mean(
         for w in range(world_size):
             s = scales_of(outer.scales[w], slots) * (1.0 / world_size)
             d += signs(arrived.bits[w, tile.bytes], len(m)).mul_(s)
-        new = blended(m, d, beta, 1.0 - beta)
+        new = matrix_rules.weighted(m, d, beta, 1.0 - beta)
         m.copy_(only_live(new, places, tile))
-        x = only_live(blended(d, new, lead, 1.0 - lead), places, tile)
+        x = only_live(matrix_rules.weighted(d, new, lead, 1.0 - lead), places, tile)
         places.rows(direction[here]).copy_(x)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from . import block_io as io
+from . import matrix_rules
 from .finish import ordered_sum
-from .jit import jit, rule, tl
+from .jit import jit, tl
 from .layout import FlatLayout
 from .nouns import DoublePerBlock, Flag, PerElement, Places, Table
 from .op import op
@@ -21,13 +22,6 @@ LANES = io.SUM_LANES  # of a line
 LEVELS = io.SUM_LEVELS
 LEVELS_OF_LINES = 5  # halvings of LINES
 OF_A_TILE = 3  # numbers
-
-
-@rule
-def share(part: float, total: float) -> float:
-    """part / total, 0 of nothing; float64, rounded once."""
-    least = tl.where(total > 0, total, 1.0)
-    return tl.where(total > 0, part / least, 0.0).to(tl.float32)
 
 
 @jit()
@@ -92,7 +86,7 @@ def outer_scales_kernel(
     else:
         total = sum_of_blocks(partials, begin, tl.load(first_block + t + 1))
         sums = sums_of_lines(c + first, columns - first, 1, rows, columns)
-        tl.store(scales + columns_at, share(sums, total), mask=line < columns)
+        tl.store(scales + columns_at, matrix_rules.share(sums, total), mask=line < columns)
 
 
 @op(
@@ -132,4 +126,4 @@ def outer_scales(
         c = compensated[first : first + size].view(columns_at - rows_at, columns).abs().double()
         total = ordered_sum(partials[begin:end], LINES * LANES)
         scales[rows_at:columns_at] = ordered_sum(c)
-        scales[columns_at : columns_at + columns] = share(ordered_sum(c.T), total)
+        scales[columns_at : columns_at + columns] = matrix_rules.share(ordered_sum(c.T), total)

@@ -23,7 +23,7 @@ from fusedonebit.optim.whitening import Whitening
 from fusedonebit.triton_kernels import FlatLayout
 
 from .alike import AlikeTransport
-from .setting import between
+from .setting import Params, Setting
 
 
 class Worker(OwnedSigns):
@@ -37,7 +37,13 @@ class Worker(OwnedSigns):
 
 
 class BatchedOwners(Worker):
-    """The owner of all matrices, and the first worker; the others are beside it. Arguments as ``OwnedSigns``'s."""
+    """The owner of all matrices, and the first worker; the others are beside it. Arguments as ``OwnedSigns``'s.
+
+    Attributes:
+        trained: Which of the model's parameters the matrices are.
+    """
+
+    trained: Sequence[int] = ()
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class BatchedOwners(Worker):
         """Take each worker's gradients by parameter, of the coming step."""
         for rank, row in zip(self.ranks, gradients, strict=True):
             given = list(row.values())
-            rank.gradients = [given[i] for i in between(given)]
+            rank.gradients = [given[i] for i in self.trained]
 
     def synchronise(self, compress: Compress, context: StepContext) -> None:
         for rank in self.ranks:
@@ -120,3 +126,15 @@ class BatchedOneBitMuon(OneBitMuon):
     """All workers' 1-bit Muon."""
 
     kind = BatchedMuon
+
+
+def onebit_muon(params: Params, of: Setting, trained: Sequence[int], **how: Any) -> OneBitMuon:
+    """Make 1-bit Muon of the ``trained`` ones of a model's parameters, AdamW of the others; all workers' or one's."""
+    given, kind = list(params), BatchedOneBitMuon if isinstance(of.transport, AlikeTransport) else OneBitMuon
+    rest = [p for i, p in enumerate(given) if i not in trained]
+    groups: Any = [{"params": [given[i] for i in trained]}, {"params": rest, "algorithm": "adamw"}]
+    how = {"adjust_lr_fn": "match_rms_adamw", "process_group": of.transport, **how}
+    made = kind([group for group in groups if group["params"]], of.lr, of.weight_decay, **how)
+    if isinstance(made.algorithm.exchange, BatchedExchange):
+        made.algorithm.exchange.reducer.trained = trained
+    return made

@@ -120,10 +120,11 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params, of: What it and the run are.
+        matrices: Which parameters Muon trains; None: those ``between``.
     """
 
-    def __init__(self, params: Params, of: Setting) -> None:
-        params, trained = list(params), set(between(params))
+    def __init__(self, params: Params, of: Setting, matrices: Sequence[int] | None = None) -> None:
+        params, trained = list(params), set(between(params) if matrices is None else matrices)
         own: dict[str, Any] = {"lr": of.lr, "weight_decay": of.weight_decay}
         self._matrices = [(p, torch.nn.Parameter(p.detach().flatten(1))) for i, p in enumerate(params) if i in trained]
         rest = [p for i, p in enumerate(params) if i not in trained]

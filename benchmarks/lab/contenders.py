@@ -18,7 +18,6 @@ from fusedonebit import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
-    OneBitMuon,
     Rounds,
     ZeroOneAdam,
     policies,
@@ -31,7 +30,7 @@ from fusedonebit.optim.muon import LEAD
 
 from .ablations import AveragedAdam, FreezableLamb, LivingAdam, settled
 from .alike import AlikeTransport
-from .batched_muon import BatchedOneBitMuon
+from .batched_muon import onebit_muon
 from .compressed import OnAverages
 from .rivals import RIVALS
 from .rivals.frame import Rival
@@ -130,12 +129,7 @@ def _onebit_lion(params: Params, of: Setting) -> Any:
 
 def _onebit_muon(params: Params, of: Setting) -> Any:
     """Compress matrices between the first and the last, as Muon's uncompressed contender orthogonalises them."""
-    given, kind = list(params), BatchedOneBitMuon if isinstance(of.transport, AlikeTransport) else OneBitMuon
-    trained = between(given)
-    rest = [p for i, p in enumerate(given) if i not in trained]
-    groups: Any = [{"params": [given[i] for i in trained]}, {"params": rest, "algorithm": "adamw"}]
-    how: dict[str, Any] = {"betas": BETAS, "adjust_lr_fn": "match_rms_adamw", "process_group": of.transport}
-    return kind([group for group in groups if group["params"]], of.lr, of.weight_decay, **how)
+    return onebit_muon(params, of, between(list(params)), betas=BETAS)
 
 
 def _marsit(params: Params, of: Setting, every: int) -> Any:

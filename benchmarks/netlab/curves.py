@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.lab.alike import AlikeTransport
+from benchmarks.lab.batched_muon import onebit_muon
 from benchmarks.lab.compressed import OnAverages
+from benchmarks.lab.rivals.one_bit_muon import MuonOnHalves
 from benchmarks.lab.rivals.powersgd import PowerSGD
 from benchmarks.lab.rivals.quantised import BFloat16, Quantised
 from benchmarks.lab.setting import Setting
@@ -25,7 +27,7 @@ from benchmarks.lab.workers import BatchedZeroOneAdam, batch_workers
 from fusedonebit import OneBitAdam, policies
 
 from .hooks import POWER_SGD_RANK, POWER_SGD_START
-from .task import BETAS, WEIGHT_DECAY, Task
+from .task import BETAS, WEIGHT_DECAY, Task, of_blocks
 
 RISING, FINAL = 0.05, 0.1
 """Share of the steps in which the learning rate rises, and share of its peak that is left at the end of the cosine."""
@@ -51,8 +53,8 @@ def _zero_one_adam(params: Params, of: Setting) -> BatchedZeroOneAdam:
     return BatchedZeroOneAdam(params, of.lr, BETAS, weight_decay=of.weight_decay, **how)
 
 
-def makers(warmup: float) -> dict[str, Callable[[Params, Setting], torch.optim.Optimizer]]:
-    """By name; 1-bit Adam's warm-up is a share of its steps."""
+def makers(warmup: float, matrices: Sequence[int]) -> dict[str, Callable[[Params, Setting], torch.optim.Optimizer]]:
+    """By name; 1-bit Adam's warm-up is a share of its steps, and ``matrices`` are which parameters Muon trains."""
     return {
         "bf16": BFloat16,
         "int8": partial(Quantised, bits=8),
@@ -60,6 +62,8 @@ def makers(warmup: float) -> dict[str, Callable[[Params, Setting], torch.optim.O
         "compress-4": partial(OnAverages, base="adamw", bits=4, feedback="bf16"),
         "onebit-adam": partial(_onebit_adam, warmup=warmup),
         "zero-one-adam": _zero_one_adam,
+        "muon-bf16": partial(MuonOnHalves, trained=matrices),
+        "onebit-muon": partial(onebit_muon, trained=matrices, betas=BETAS),
     }
 
 
@@ -74,7 +78,7 @@ class Hosts:
         apart = hosts - 1 if method == "zero-one-adam" else 0
         others = [[p.detach().clone() for p in self.params] for _ in range(apart)]
         setting = Setting(lr, steps, WEIGHT_DECAY, 0, AlikeTransport(0, hosts))
-        self.optimizer: Any = makers(warmup)[method](self.params, setting)
+        self.optimizer: Any = makers(warmup, of_blocks(self.model))[method](self.params, setting)
         self.all_of_them = batch_workers(self.optimizer, others)
 
     def step(self, number: int) -> float:

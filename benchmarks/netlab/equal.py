@@ -26,6 +26,18 @@ LENGTHS = (0.3, 0.5, 0.75, 1.0, 1.1, 1.25, 1.5)
 Tell = Callable[[str], None]
 
 
+class Compared(NamedTuple):
+    """Which methods are trained, the loss of which of them all must reach, and whose ours must reach besides."""
+
+    trained: Sequence[str]
+    ours: Sequence[str]
+    base: str
+    at_its_own: str | None = None
+
+
+ADAMS = Compared(TRAINED, OURS, BASE, AT_ITS_OWN)
+
+
 class Run(NamedTuple):
     """One simulated run: all that its losses follow from."""
 
@@ -66,29 +78,34 @@ def next_length(losses: Mapping[float, float], target: float, shorter: bool = Fa
 
 
 def search(
-    train: Callable[[Sequence[Run]], list[dict[str, Any]]], steps: int, grid: Sequence[float], tell: Tell
+    train: Callable[[Sequence[Run]], list[dict[str, Any]]],
+    steps: int,
+    grid: Sequence[float],
+    tell: Tell,
+    among: Compared = ADAMS,
 ) -> dict[str, Any]:
-    """Find each method's rate, and runs of the lengths that say when it has reached the loss of ``BASE``.
+    """Find each method's rate, and runs of the lengths that say when it has reached the loss of the base.
 
     Args:
         train: Makes runs.
         steps: Of a run of length 1.
         grid: Learning rates, the same for all methods.
         tell: Is told of progress.
+        among: Which methods.
 
     Returns:
         By method: lr; tuning, pairs of rate and loss; and lengths, what is known of each run at that rate.
     """
-    tuning = [Run(method, lr, steps) for method in TRAINED for lr in grid]
+    tuning = [Run(method, lr, steps) for method in among.trained for lr in grid]
     tell(f"{len(tuning)} runs of {steps} steps, {len(grid)} learning rates each ...")
     found = dict(zip(tuning, train(tuning), strict=True))
     told: dict[str, Any] = {}
-    for method in TRAINED:
+    for method in among.trained:
         by_rate = [(lr, found[Run(method, lr, steps)]) for lr in grid]
         lr, best = min(by_rate, key=lambda pair: loss_of(pair[1]))
         tried = [[lr, run["loss"]] for lr, run in by_rate]
         told[method] = {"lr": lr, "tuning": tried, "lengths": [{"length": 1.0, "steps": steps, **best}]}
-    while wanted := list(_wanted(told)):
+    while wanted := list(_wanted(told, among)):
         runs = [Run(method, told[method]["lr"], round(length * steps)) for method, length in wanted]
         tell("runs of other lengths: " + ", ".join(f"{run.method} {run.steps}" for run in runs) + " ...")
         for (method, length), run, made in zip(wanted, runs, train(runs), strict=True):
@@ -96,13 +113,13 @@ def search(
     return told
 
 
-def _wanted(told: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+def _wanted(told: Mapping[str, Any], among: Compared) -> Iterable[tuple[str, float]]:
     """Of each method one run more, where it needs one."""
-    for method in TRAINED:
+    for method in among.trained:
         losses = losses_of(told[method])
-        targets = [] if method in (BASE, AT_ITS_OWN) else [(loss_at_one(told[BASE]), False)]
-        if method in OURS:
-            targets.append((loss_at_one(told[AT_ITS_OWN]), True))
+        targets = [] if method in (among.base, among.at_its_own) else [(loss_at_one(told[among.base]), False)]
+        if method in among.ours and among.at_its_own is not None:
+            targets.append((loss_at_one(told[among.at_its_own]), True))
         lengths = (next_length(losses, target, shorter) for target, shorter in targets)
         if (length := next((each for each in lengths if each is not None), None)) is not None:
             yield method, length

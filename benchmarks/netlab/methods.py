@@ -11,13 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedonebit import Faults, MarsitAdam, OneBitAdam, OneBitLamb, Rounds, Wire, ZeroOneAdam, compress, policies
+from benchmarks.lab.batched_muon import onebit_muon
+from benchmarks.lab.compressed import Muon
+from benchmarks.lab.setting import Setting
+from fusedonebit import (
+    Faults,
+    MarsitAdam,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitMuon,
+    Rounds,
+    Wire,
+    ZeroOneAdam,
+    compress,
+    policies,
+)
+from fusedonebit.apps.transformer import ByteTransformer
 from fusedonebit.comm import Traffic, Transport, make_transport
 from fusedonebit.comm.transport import Pending
+from fusedonebit.optim import muon as algorithms
 
 from .hooks import MEDIUM_BUCKETS, Bfloat16, Hook, Int8, PowerSGD
 from .split import WARM_UP, Turn
-from .task import BETAS, LR, WEIGHT_DECAY
+from .task import BETAS, LR, WEIGHT_DECAY, of_blocks
 
 CPU = torch.device("cpu")
 FAR = 10**6
@@ -122,14 +138,16 @@ class Alone(Replica):
 
 
 class Parallel(Replica):
-    """AdamW behind ``DistributedDataParallel``, as it is or with a hook."""
+    """AdamW, or what ``make`` makes, behind ``DistributedDataParallel``, as it is or with a hook."""
 
     overlaps = True
 
-    def __init__(self, model: nn.Module, hook: Hook | None = None, **buckets: Any) -> None:
+    def __init__(
+        self, model: nn.Module, hook: Hook | None = None, make: Callable[..., Any] | None = None, **buckets: Any
+    ) -> None:
         buckets = buckets if hook is None else hook.buckets
         super().__init__(nn.parallel.DistributedDataParallel(model, **buckets))
-        self.optimizer = adamw(model.parameters())
+        self.optimizer = (make or adamw)(model.parameters())
         self._hook, self._elements = hook, sum(p.numel() for p in model.parameters())
         if hook is not None:
             self.model.register_comm_hook(hook.state, hook.call)
@@ -230,13 +248,31 @@ zero_one_adam = partial(ZeroOneAdam, **OPTIONS, sync_policy=policies.EveryStep()
 marsit_adam = partial(MarsitAdam, **OPTIONS, rounds=ROUNDS)
 
 
+def _muon_on_halves(model: ByteTransformer) -> Parallel:
+    of = Setting(LR, FAR, WEIGHT_DECAY, 0, make_transport(None, CPU))
+    return Parallel(model, Bfloat16(), lambda params: Muon(list(params), of, of_blocks(model)))
+
+
+def _onebit_muon(model: ByteTransformer, renews: bool = False) -> OneBit:
+    def make(params: Any, process_group: Transport) -> OneBitMuon:
+        of = Setting(LR, FAR, WEIGHT_DECAY, 0, process_group)
+        made = onebit_muon(list(params), of, of_blocks(model), betas=BETAS)
+        assert isinstance(made.algorithm, algorithms.Muon)
+        assert made.algorithm.exchange is not None
+        # From its third step on it whitens, and makes what whitens anew in all steps or in none.
+        made.algorithm.exchange.whitening.due = lambda step: renews or step == 1
+        return made
+
+    return OneBit(model, make)
+
+
 def _over_mpi(model: nn.Module) -> OneBit:
     from fusedonebit.comm.mpi import MPITransport
 
     return OneBit(model, onebit_lamb, between_renewals, transport=MPITransport())
 
 
-METHODS: dict[str, Callable[[nn.Module], Replica]] = {
+METHODS: dict[str, Callable[[ByteTransformer], Replica]] = {
     "alone": Alone,
     "adamw": Parallel,
     "bf16": lambda model: Parallel(model, Bfloat16()),
@@ -254,8 +290,11 @@ METHODS: dict[str, Callable[[nn.Module], Replica]] = {
     "renewal": partial(OneBit, make=compressing, before=renewing),
     "renewal-overlap": partial(OneBit, make=compressing, before=renewing, overlap=True),
     "telling": partial(OneBit, make=zero_one_adam, before=telling),
+    "muon-bf16": _muon_on_halves,
+    "onebit-muon": _onebit_muon,
+    "whitening": partial(_onebit_muon, renews=True),
 }
-"""By name; each makes a replica of a model. The last four are stages of whole runs of 1-bit Adam and 0/1 Adam."""
+"""By name; each makes a replica of a model. Some are stages of whole runs: those of ``sweep.STAGES``, "whitening"."""
 
 
 def _run_of(model: nn.Module, share: float, steps: int, overlap: bool = False) -> OneBit:

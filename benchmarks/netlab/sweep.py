@@ -83,7 +83,7 @@ def measure(plan: Plan, parts: Parts) -> dict[str, Any]:
         record["rates"].append(hosts.row(megabits, _rounds(plan, record, megabits)) | what)
     _upwards(plan, record, hosts)
     megabits = goals.papers(record)["megabits"]
-    _tell(f"{megabits:g} Mbit/s: whole runs of {plan.timed_steps} steps ...")
+    tell(f"{megabits:g} Mbit/s: whole runs of {plan.timed_steps} steps ...")
     given = {"steps": plan.timed_steps, "warmup": plan.warmup}
     record["run"] = {
         "megabits": megabits,
@@ -91,9 +91,9 @@ def measure(plan: Plan, parts: Parts) -> dict[str, Any]:
         "methods": hosts.ask(megabits, what="run", **given),
     }
     record["mpi"] = _by_library(plan, record["rates"], hosts)
-    train = equal.trainer(parts, record["task"], HOSTS, plan.warmup, _tell)
+    train = equal.trainer(parts, record["task"], HOSTS, plan.warmup, tell)
     record["runs"] = {"steps": plan.steps, "warmup": plan.warmup, "grid": list(plan.grid)}
-    record["runs"]["methods"] = equal.search(train, plan.steps, plan.grid, _tell)
+    record["runs"]["methods"] = equal.search(train, plan.steps, plan.grid, tell)
     record["facts"]["load_average_after"] = os.getloadavg()[0]
     return record
 
@@ -154,7 +154,7 @@ def lacking_for_mpi() -> str:
 def _by_library(plan: Plan, rates: Sequence[dict[str, Any]], hosts: Hosts) -> list[dict[str, Any]]:
     """The same optimizer over gloo and over MPI, by turns in the same processes."""
     if missing := lacking_for_mpi():
-        _tell(f"MPI is left out: there is no {missing}")
+        tell(f"MPI is left out: there is no {missing}")
         return []
     chosen = [row["megabits"] for row in rates if row["share"] in MPI_SHARES]
     rounds = dict.fromkeys(BY_LIBRARY, plan.library_rounds)
@@ -171,11 +171,11 @@ class Hosts:
         """All methods at one rate, each so many rounds."""
         where = "loopback" if megabits is None else f"{megabits:g} Mbit/s"
         rounds = max(methods.values())
-        _tell(f"{where}: {len(methods)} methods{', started by mpirun' if mpi else ''}, {rounds} rounds ...")
+        tell(f"{where}: {len(methods)} methods{', started by mpirun' if mpi else ''}, {rounds} rounds ...")
         began = time.monotonic()
         found = self.ask(megabits, mpi, what="steps", methods=methods)
         steps = ", ".join(f"{name} {1e3 * seconds['whole']:.0f}" for name, seconds in found.items())
-        _tell(f"    {time.monotonic() - began:.0f} s; ms a step: {steps}")
+        tell(f"    {time.monotonic() - began:.0f} s; ms a step: {steps}")
         return {"megabits": megabits, "rounds": rounds, "methods": found}
 
     def ask(self, megabits: float | None, mpi: bool = False, **given: Any) -> dict[str, Any]:
@@ -191,5 +191,5 @@ class Hosts:
         return self._parts.get({"megabits": megabits, "mpi": mpi, **given}, run)
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

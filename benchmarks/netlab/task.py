@@ -52,5 +52,10 @@ class Task:
         return asdict(self)
 
 
+def of_blocks(model: ByteTransformer) -> list[int]:
+    """Return which of a model's parameters are matrices of its blocks, which Muon trains."""
+    return [i for i, (name, p) in enumerate(model.named_parameters()) if name.startswith("blocks.") and p.dim() == 2]
+
+
 FULL = Task(width=256, layers=3, heads=4, seq_len=64, batch=8)
 QUICK = Task(width=64, layers=2, heads=2, seq_len=32, batch=4)

@@ -24,6 +24,11 @@ FOLLOWS = 0.05
 """How much the newest momentum weighs in the mean of Gram matrices."""
 
 
+def due(step: int) -> bool:
+    """Tell whether there is a renewal before a step, counted from 0."""
+    return step > 0 and (step % EVERY == 0 or (step < EVERY and step & (step - 1) == 0))
+
+
 class Stack(NamedTuple):
     """Matrices of one shape, float32 [count, rows, columns], and each: the same objects in every step."""
 
@@ -45,6 +50,7 @@ class Whitening:
         reducer: Which sends them.
 
     Attributes:
+        due: Tells when to renew.
         whole: Whether there is anything to whiten with, or will be from the next step on.
         grams: Of each batch that this rank owns its whitened momenta's mean Gram matrices, float32 [count, n, n].
         made_of: Of raw momenta, those that it whitens with.
@@ -52,6 +58,7 @@ class Whitening:
 
     def __init__(self, matrices: Matrices, reducer: OwnedSigns) -> None:
         self._reducer, self._shapes, self.whole = reducer, list(matrices.shapes), False
+        self.due = due
         self._alike = [
             [i for i, own in enumerate(self._shapes) if own == shape] for shape in dict.fromkeys(self._shapes)
         ]
@@ -69,7 +76,7 @@ class Whitening:
         """Renew where that is due before this step, counted from 0, alike on all ranks; all of them call it."""
         if self.whole and not self._white:
             self._make()
-        if step > 0 and (not self.whole or step % EVERY == 0 or (step < EVERY and step & (step - 1) == 0)):
+        if step > 0 and (not self.whole or self.due(step)):
             self._renew()
 
     def whitened(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -39,6 +39,7 @@ SOURCES = (
     "local_step.c",
     "squares.c",
     "quantise.c",
+    "outer.c",
 )
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import bit_rules, headers, rules
+from .. import bit_rules, headers, matrix_rules, rules
 
 HERE = Path(__file__).parent
 _TYPES = {
@@ -131,8 +131,7 @@ def header(kernels: Mapping[str, Sequence[Parameter]]) -> str:
         f"enum {{ {layers} }}; /* rows of a table of layers */",
         f"enum {{ {words}, WORDS, CHECKED = {headers.CHECKED} }}; /* of a message's header */",
         f"enum {{ {flags}, KNOWN = {headers.KNOWN}, PARTLY = {headers.PARTLY} }}; /* why a step is skipped */",
-        *_rules(inspect.getsource(rules)),
-        *_rules(inspect.getsource(bit_rules)),
+        *(line for each in (rules, bit_rules, matrix_rules) for line in _rules(inspect.getsource(each))),
     ]
     lines += _nouns(kernels.values())
     for name, parameters in kernels.items():
@@ -170,18 +169,23 @@ KERNEL({name});
 
 struct {name}_given {{ int64_t wanted; {"; ".join(declared)}; }};
 
+static void {name}_of(const struct {name}_given *g, int64_t begin, int64_t end)
+{{
+    {name}(begin, end, {_arguments(parameters, "g->")});
+}}
+
 static void {name}_part(void *given)
 {{
     const struct {name}_given *g = given;
     int64_t i = thread(), n = team();
-    {name}(g->wanted * i / n, g->wanted * (i + 1) / n, {_arguments(parameters, "g->")});
+    {name}_of(g, g->wanted * i / n, g->wanted * (i + 1) / n);
 }}
 
 void {name}_on_threads(int64_t threads, int64_t wanted, {", ".join(declared)})
 {{
-    struct {name}_given given = {{wanted, {", ".join(names)}}}, *g = &given;
+    struct {name}_given given = {{wanted, {", ".join(names)}}};
     if (threads < 2)
-        {name}(0, wanted, {_arguments(parameters, "g->")});
+        {name}_of(&given, 0, wanted);
     else
         parallel({name}_part, &given, threads, 0);
 }}

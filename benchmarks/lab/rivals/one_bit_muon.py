@@ -7,13 +7,14 @@ trained is AdamW's, on exact means.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from ..setting import Params, Setting
+from ..setting import Params, Setting, between
 from .bits import packed_bytes
 from .frame import Adam, Rival
 
@@ -34,6 +35,7 @@ class OneBitMuon(Rival):
         scale: Of signs, the mean magnitude: one for a matrix, or of rows times columns.
         normalised: Whether each worker's momentum is divided by its norm before.
         lead: How much of the direction is the newest gradient, beside Nesterov momentum.
+        trained: Which parameters are these matrices; None: those ``between``.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class OneBitMuon(Rival):
         scale: Scale = "tensor",
         normalised: bool = False,
         lead: float = 1 - MOMENTUM,
+        trained: Sequence[int] | None = None,
     ) -> None:
         later = {} if lead == 1 - MOMENTUM else {"lead": lead}  # runs before had none to record
         super().__init__(params, of, way=way, scale=scale, normalised=normalised, **later)
         self.way, self.scale, self.normalised, self.lead = way, scale, normalised, lead
-        between = [i for i, shape in enumerate(self.shapes) if len(shape) >= 2][1:-1]
-        self.matrices = [(self.slices[i], self.shapes[i].numel() // self.shapes[i][0]) for i in between]
+        own = between(self._models[0]) if trained is None else trained
+        self.matrices = [(self.slices[i], self.shapes[i].numel() // self.shapes[i][0]) for i in own]
         self.rest = torch.ones_like(self.x, dtype=torch.bool)
         for part, _ in self.matrices:
             self.rest[part] = False
@@ -127,6 +130,17 @@ class OneBitMuon(Rival):
         down = {"exact": floats, "feedback-up": floats, "ef21-up": floats // 2}.get(self.way, signs)
         for nbytes in (up, down):
             self.wires.all_gather(torch.empty(1, nbytes, dtype=torch.uint8))
+
+
+class MuonOnHalves(OneBitMuon):
+    """Muon on gradients that were averaged in bfloat16, as ``BFloat16`` does for AdamW."""
+
+    def __init__(self, params: Params, of: Setting, trained: Sequence[int] | None = None) -> None:
+        super().__init__(params, of, way="exact", trained=trained)
+
+    def move(self, gradients: Tensor) -> None:
+        mean = self.wires.all_reduce(gradients.to(torch.bfloat16).div_(self.workers)).to(gradients.dtype)
+        super().move(mean.expand_as(gradients))
 
 
 def orthogonal(x: Tensor) -> Tensor:
