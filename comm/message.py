@@ -3,6 +3,7 @@
     bytes  0..31   header, eight int32 words (below)
     then           one bit per tensor, LSB first, 1 = no gradient; zero-padded to a multiple of 16 bytes
     then           scales, float32 [slots], zero-padded to a multiple of 16 bytes
+    in some        numbers that travel as they are, zero-padded to a multiple of 16 bytes
     then           bits, one per element, LSB first, 1 = non-negative
     where ternary  bits, one per element, LSB first, 1 = not zero
 
@@ -80,6 +81,7 @@ class Messages:
         device: Where the buffer lies.
         ternary: Two planes of bits instead of one.
         buffer: uint8 [count, nbytes], zeros, to use; None allocates.
+        carried: Bytes of numbers that travel as they are.
 
     Attributes:
         buffer: uint8 [count, nbytes].
@@ -87,6 +89,7 @@ class Messages:
         absent: uint8 [count, tensors / 8], bits of tensors of which the sender has no gradient (``absent``).
         head: int32 [count, 8 and more], words and ``absent`` together.
         scales: float32 [count, slots].
+        carried: uint8 [count, bytes].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
         front: uint8, all that lies before the bits, words included.
     """
@@ -99,10 +102,12 @@ class Messages:
         device: torch.device,
         ternary: bool = False,
         buffer: Tensor | None = None,
+        carried: int = 0,
     ) -> None:
         absent_bytes = -(-len(layout.sizes) // 8)
         head = HEADER_BYTES + aligned(absent_bytes)
-        bits = head + aligned(4 * slots)
+        after = head + aligned(4 * slots)
+        bits = after + aligned(carried)
         nbytes = bits + layout.chunk_bytes * (2 if ternary else 1)
         if buffer is None:
             buffer = torch.zeros(count, nbytes, dtype=torch.uint8, device=device)
@@ -110,7 +115,8 @@ class Messages:
         self.head = buffer[:, :head].view(torch.int32)
         self.words = self.head[:, : len(Word)]
         self.absent = buffer[:, HEADER_BYTES : HEADER_BYTES + absent_bytes]
-        self.scales = buffer[:, head:bits].view(torch.float32)[:, :slots]
+        self.scales = buffer[:, head:after].view(torch.float32)[:, :slots]
+        self.carried = buffer[:, after : after + carried]
         self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
         self.front = buffer[:, :bits]
         self.words[:, Word.MAGIC] = MAGIC

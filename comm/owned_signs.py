@@ -15,6 +15,7 @@ from ..triton_kernels.nouns import Header, Places
 from ..triton_kernels.outer import Outer, SentSigns
 from ..triton_kernels.tables import tables_of
 from .absent import Backup, absence, absent_on_all, packed
+from .carried import Carried
 from .message import Messages, StepContext, describe_mismatch
 from .owners import Batch, Owners, Shape
 from .reducer import Compress, Reducer
@@ -59,6 +60,7 @@ class OwnedSigns(Reducer):
         shares: Tells those of the step that is taken.
         compensated: c, float32 [P], of which e is what is left.
         live: Which elements count.
+        carried: What messages carry besides: gradients of tensors that are no matrices; None: nothing.
         senders: From how many ranks messages arrive; 0: from all.
 
     Attributes:
@@ -80,17 +82,19 @@ class OwnedSigns(Reducer):
         shares: Callable[[], Shares],
         compensated: Tensor,
         live: LiveTable,
+        carried: Carried | None = None,
         senders: int = 0,
     ) -> None:
         self.layout, self.transport, self._update, self.compensated = layout, transport, update, compensated
-        self._shares = shares
+        self._shares, self.carried = shares, carried
         self.device = device = compensated.device
         world_size, rank = transport.world_size, transport.rank
-        self.owners = owners = Owners(layout, shapes, world_size, device, stacks)
+        others, nbytes = (0, 0) if carried is None else (len(carried.layout.sizes), carried.nbytes)
+        self.owners = owners = Owners(layout, shapes, world_size, device, stacks, others)
         own = owners.layout
-        counts = world_size, senders or world_size
-        self.to_owners, self.arrived = (Messages(count, owners.slots, own, device) for count in counts)
-        self.gathered, self.served = (Messages(count, 1, own, device) for count in (world_size, 1))
+        counts = (world_size, owners.slots), (senders or world_size, owners.slots), (world_size, 1), (1, 1)
+        made = [Messages(*each, own, device, carried=nbytes) for each in counts]
+        self.to_owners, self.arrived, self.gathered, self.served = made
         for sent in (self.to_owners, self.served):
             sent.words[:, Word.SENDER] = rank
         self.served.scales[:, 0] = 1.0
@@ -173,6 +177,11 @@ class OwnedSigns(Reducer):
         outer_compress(grads, places, self.compensated, self.outer, coef, *how)
         outer_scales(self.compensated, places, self.outer, self.partials, self._tiles, verdict.hold)
 
+    def carry(self, grads: Sequence[Tensor], by: Tensor | None) -> None:
+        """Write what is carried, times ``by`` or 1; an empty tensor stands for zeros."""
+        if self.carried is not None:
+            self.carried.write(grads, by, self.to_owners, self.verdict.found)
+
     def write(self, compress: Compress, context: StepContext) -> None:
         """Compress, and write the messages to owners."""
         self._keep(tuple(context.missing))
@@ -201,9 +210,11 @@ class OwnedSigns(Reducer):
         self._update(self._batches)
         pack(self.direction, self.served.bits[0])
         verdict.flags, verdict.absent = verdict.agreed, None
-        if self.backups:
-            verdict.absent = absent_on_all(self.arrived.absent, len(self.layout.sizes), verdict.agreed)
+        if self._missing:
+            verdict.absent = absent_on_all(self.arrived.absent, len(self.owners.layout.sizes), verdict.agreed)
             self.served.absent.copy_(packed(verdict.absent))
+        if self.carried is not None:
+            self.carried.serve(self.arrived, self.served)
 
     def receive(self, context: StepContext) -> None:
         """Take the signs of what owners have sent."""
@@ -216,6 +227,8 @@ class OwnedSigns(Reducer):
         else:  # what is held back stays as it was, what it was sent with too
             self.skipped = torch.where(context.hold != 0, before, verdict.of_all)
         self._told = self._by_block(self.gathered)[self.owners.back]
+        if self.carried is not None:
+            self.carried.receive(self.gathered)
 
     def _by_block(self, messages: Messages) -> Tensor:
         """Return the bits of messages, [W, blocks, bytes]."""
@@ -232,14 +245,14 @@ class OwnedSigns(Reducer):
         """Keep what a step is about to change of tensors of which this rank has no gradient."""
         if missing != self._missing:
             self.served.absent.zero_()
-            self.to_owners.absent.copy_(absence(self.layout, missing, self.device).bits)
+            self.to_owners.absent.copy_(absence(self.owners.layout, missing, self.device).bits)
             self._missing = missing
-        self.backups = []
-        if missing:
+        self.backups, matrices = [], tuple(i for i in missing if i < len(self.layout.sizes))
+        if matrices:
             self.settle()  # so that what is put back needs no scales
-            rows = absence(self.layout, missing, self.device).rows
+            rows = absence(self.layout, matrices, self.device).rows
             kept = Backup(rows, self.places.block_tensor, [self.compensated])
-            own = torch.isin(self._chunk.block_tensor, torch.tensor(missing, device=self.device)).nonzero().view(-1)
+            own = torch.isin(self._chunk.block_tensor, torch.tensor(matrices, device=self.device)).nonzero().view(-1)
             self.backups = [kept, Backup(own, self._chunk.block_tensor, [self.momentum])]
 
     # ---------------------------------------------------------------- between steps
@@ -252,7 +265,7 @@ class OwnedSigns(Reducer):
 
     def restore(self, absent: Tensor) -> None:
         for backup in self.backups:
-            backup.restore(absent)
+            backup.restore(absent[: len(self.layout.sizes)])
         self.backups = []
         self.to_owners.scales.mul_(~absent[self._tensor_of_slot])
 

@@ -76,6 +76,7 @@ class Owners:
         world_size: W.
         device: Where tables lie.
         stacks: As of ``divide``.
+        others: How many tensors messages speak of besides, behind the matrices.
 
     Attributes:
         owned: The matrices of each owner, in the order of its message.
@@ -92,14 +93,15 @@ class Owners:
         world_size: int,
         device: torch.device,
         stacks: Sequence[int] = (),
+        others: int = 0,
     ) -> None:
         self.shapes, self.stacks = list(shapes), list(stacks) or [1] * len(shapes)
         self.owned = divide(shapes, world_size, stacks)
         first, block = layout.first_block, layout.block_size
         blocks = [end - start for start, end in itertools.pairwise(first)]
         length = max(1, *(sum(blocks[i] for i in own) for own in self.owned))
-        # As many tensors as there are matrices: a message has a bit for each.
-        self.layout = FlatLayout((world_size * length * block, *[0] * (len(shapes) - 1)), world_size, block)
+        # As many tensors as messages speak of: each has a bit.
+        self.layout = FlatLayout((world_size * length * block, *[0] * (len(shapes) + others - 1)), world_size, block)
         self.slots = 1 + max(sum(sum(shapes[i]) for i in own) for own in self.owned)
         loads = [sum(work(shapes[i], self.stacks[i]) for i in own) for own in self.owned]
         self.share = max(loads) / max(1, sum(loads))

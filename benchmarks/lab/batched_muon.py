@@ -13,13 +13,14 @@ from torch import Tensor
 
 from fusedonebit import OneBitMuon
 from fusedonebit.comm import StepContext, Transport
+from fusedonebit.comm.carried import Carried
 from fusedonebit.comm.owned_signs import OwnedSigns
 from fusedonebit.comm.owners import Shape
 from fusedonebit.comm.reducer import Compress
 from fusedonebit.optim.muon import Muon
 from fusedonebit.optim.muon_exchange import OwnedExchange
 from fusedonebit.optim.orthogonal import Matrices
-from fusedonebit.optim.whitening import Whitening
+from fusedonebit.optim.whitening import Whitening, triangle
 from fusedonebit.triton_kernels import FlatLayout
 
 from .alike import AlikeTransport
@@ -27,13 +28,17 @@ from .setting import Params, Setting
 
 
 class Worker(OwnedSigns):
-    """One of the workers: compresses ``gradients``, of matrices, whatever the optimizer gives."""
+    """One of the workers: sends ``gradients``, of matrices, and ``others``, whatever the optimizer gives."""
 
     gradients: Sequence[Tensor] = ()
+    others: Sequence[Tensor] = ()
     whitening: Whitening
 
     def compress(self, grads: Sequence[Tensor], coef: Tensor) -> None:
         super().compress(self.whitening.whitened(self.gradients), coef)
+
+    def carry(self, grads: Sequence[Tensor], by: Tensor | None) -> None:
+        super().carry(self.others, by)
 
 
 class BatchedOwners(Worker):
@@ -55,13 +60,16 @@ class BatchedOwners(Worker):
         shares: Any,
         compensated: Tensor,
         live: Any,
+        carried: Carried | None,
     ) -> None:
-        of_matrices, alone = (layout, shapes, stacks), AlikeTransport(0, 1)
+        of_matrices, alone, count = (layout, shapes, stacks), AlikeTransport(0, 1), transport.world_size
         how = update, shares
-        self.one_of_many = OwnedSigns(*of_matrices, transport, *how, compensated, live)
-        super().__init__(*of_matrices, alone, *how, compensated, live, senders=transport.world_size)
-        left = [torch.zeros_like(compensated) for _ in range(1, transport.world_size)]
-        self.ranks = [self, *(Worker(*of_matrices, alone, *how, each, live) for each in left)]
+        self.one_of_many = OwnedSigns(*of_matrices, transport, *how, compensated, live, carried)
+        if carried is not None:
+            carried = Carried(carried.layout, 1, carried.dtype, compensated.device, 1 / count)
+        super().__init__(*of_matrices, alone, *how, compensated, live, carried, senders=count)
+        left = [torch.zeros_like(compensated) for _ in range(1, count)]
+        self.ranks = [self, *(Worker(*of_matrices, alone, *how, each, live, carried) for each in left)]
         for rank in self.ranks:
             rank.verdict.digest = self.verdict.digest
 
@@ -70,6 +78,7 @@ class BatchedOwners(Worker):
         for rank, row in zip(self.ranks, gradients, strict=True):
             given = list(row.values())
             rank.gradients = [given[i] for i in self.trained]
+            rank.others = [g for i, g in enumerate(given) if i not in self.trained]
 
     def synchronise(self, compress: Compress, context: StepContext) -> None:
         for rank in self.ranks:
@@ -104,7 +113,7 @@ class BatchedWhitening(Whitening):
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
         owners = self.reducer.one_of_many.owners
-        self.reducer.count(4 * max(1, *(sum(min(owners.shapes[i]) ** 2 for i in each) for each in owners.owned)))
+        self.reducer.count(4 * max(1, *(sum(triangle(min(owners.shapes[i])) for i in each) for each in owners.owned)))
         return super().gather(own)
 
 

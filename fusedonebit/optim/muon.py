@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.carried import Carried
 from ..comm.owned_signs import Shares
 from ..core.algorithm import Algorithm
 from ..core.frame import Frame
@@ -46,6 +47,7 @@ class MuonOptions(Options):
     ns_dtype: torch.dtype
     ns_eps: float
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
+    average_dtype: torch.dtype
     takes: ClassVar[frozenset[str]] = Options.takes - {
         "mask",
         "model_parallel",
@@ -68,6 +70,8 @@ class MuonOptions(Options):
             raise ValueError(f"ns_dtype must be a torch.dtype of floats, such as torch.bfloat16, got {dtype!r}")
         if not (is_number(eps) and eps > 0):
             raise ValueError(f"eps must be a finite number > 0, got {eps!r}")
+        if self.average_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"average_dtype must be torch.bfloat16 or torch.float32, got {self.average_dtype!r}")
 
 
 class Muon(Algorithm):
@@ -104,9 +108,14 @@ class Muon(Algorithm):
             self.parts = (*updates, self._stage)
         else:
             shares = partial(_shares, frame, options.nesterov, LEAD)
-            self.exchange = self.exchanges(frame, matrices, shares, orthogonalise)
+            carried = None if self.rest is None else self._carried(self.rest)
+            self.exchange = self.exchanges(frame, matrices, shares, orthogonalise, carried)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
+
+    def _carried(self, rest: Rest) -> Carried:
+        world_size = self.frame.ranks.transport.world_size
+        return Carried(rest.members.layout, world_size, self.options.average_dtype, self.frame.device)
 
     def check_step(self) -> None:
         """Raise RuntimeError if a group is trained by something else than it was at first."""
@@ -198,7 +207,8 @@ class OneBitMuon(DistributedOptimizer):
     columns. Each matrix has an owner, which alone has its momentum, and orthogonalises it; a is 0.1, since error
     feedback delays gradients. There is no warm-up, and no variance. A rank alone sends nothing: it is torch's Muon.
 
-    Vectors, embeddings and the last layer are trained by AdamW, on averages in float32, in groups that say so::
+    Vectors, embeddings and the last layer are trained by AdamW, on averages that travel in the same messages, in
+    groups that say so::
 
         OneBitMuon([{"params": matrices}, {"params": others, "algorithm": "adamw", "lr": 3e-4}], lr=0.02)
 
@@ -212,6 +222,8 @@ class OneBitMuon(DistributedOptimizer):
             orthogonalised by itself.
         betas: AdamW's; its eps is 1e-8.
         ns_dtype: In which Newton-Schulz computes.
+        average_dtype: In which gradients of those groups travel: ``torch.bfloat16``, as by DDP's bf16_compress_hook, or
+            ``torch.float32``.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't.
     """
 
@@ -232,6 +244,7 @@ class OneBitMuon(DistributedOptimizer):
         algorithm: Literal["muon", "adamw"] = "muon",
         betas: tuple[float, float] = (0.9, 0.95),
         ns_dtype: torch.dtype = torch.bfloat16,
+        average_dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
         process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
@@ -247,5 +260,6 @@ class OneBitMuon(DistributedOptimizer):
             "ns_steps": ns_steps,
             "ns_eps": eps,
         }
-        own |= {"ns_dtype": ns_dtype, "adjust_lr_fn": "original" if adjust_lr_fn is None else adjust_lr_fn}
+        own |= {"ns_dtype": ns_dtype, "average_dtype": average_dtype}
+        own |= {"adjust_lr_fn": "original" if adjust_lr_fn is None else adjust_lr_fn}
         super().__init__(params, defaults, **shared, **own, max_grad_norm=max_grad_norm)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import StepContext
+from ..comm.carried import Carried
 from ..comm.owned_signs import OwnedSigns, Shares
 from ..comm.owners import Batch, Shape
 from ..comm.reducer import Compress
@@ -32,7 +33,7 @@ class OneBit(Stage):
     Args:
         frame: Of the optimizer.
         exchange: With the owners.
-        rest: What is averaged as it is; None: nothing.
+        rest: What trains by AdamW all that messages carry besides; None: nothing.
     """
 
     weighs = SQUARES
@@ -45,25 +46,21 @@ class OneBit(Stage):
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
-        members, context = exchange.members, exchange.context(abort, agreed.hold)
-        missing = () if abort else members.missing
-        if self._rest is not None:  # first, so that matrices stay too where its gradients don't count
-            digest = exchange.reducer.verdict.digest
-            flags, exchange.absent_of_rest = self._rest.average(grads, agreed.factor, digest, abort)
-            context = context._replace(pending=flags.clone())
-
+        members, rest, by = exchange.members, self._rest, agreed.factor
         exchange.whitening.prepare(frame.steps.outcomes.attempts - 1)
         whitened = exchange.whitening.whitened(members.of(grads))
 
         def compress(part: OwnedSigns) -> None:
             part.compress(whitened, members.of(agreed.coef))
+            if rest is not None:
+                part.carry(rest.members.of(grads), None if by is None else by.reshape(()))
 
-        still = exchange.synchronise(compress, context._replace(missing=missing), agreed.coef)
+        still = exchange.synchronise(compress, exchange.context(abort, agreed.hold), agreed.coef)
         exchange.apply(still)
         exchange.whitening.follow()
-        if self._rest is not None:
+        if rest is not None and exchange.reducer.carried is not None:
             still = frame.coefficients.still(coef, frame.absent)  # which averages are not multiplied by again
-            self._rest.update(self._rest.averages.of_tensors, still, exchange.reducer.flags)
+            rest.update(exchange.reducer.carried.averages, still, exchange.reducer.flags)
         return exchange.restore_absent()
 
 
@@ -92,6 +89,7 @@ class OwnedExchange(Exchange):
         matrices: Its parameters.
         shares: As of ``OwnedSigns``.
         orthogonalise: As of ``MuonUpdate``.
+        carried: As of ``OwnedSigns``.
     """
 
     header_fields: ClassVar[Fields] = HEADER
@@ -105,6 +103,7 @@ class OwnedExchange(Exchange):
         matrices: Matrices,
         shares: Callable[[], Shares],
         orthogonalise: Callable[[Tensor], Tensor],
+        carried: Carried | None,
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
             turn = 1 - 2 * (frame.steps.outcomes.attempts % 2)
@@ -117,9 +116,9 @@ class OwnedExchange(Exchange):
         self._shapes = matrices.shapes
         self._nothing = Whole(*[frame.nothing] * 3)
         self.whole = self._nothing
-        self.absent_of_rest: Tensor | None = None
         of_matrices = layout, matrices.shapes, matrices.stacks, frame.ranks.transport
-        super().__init__(frame, self.reducers(*of_matrices, update, shares, self.compensated, self.members.live))
+        left, live = self.compensated, self.members.live
+        super().__init__(frame, self.reducers(*of_matrices, update, shares, left, live, carried))
         sizes = [size / root for size, root in zip(matrices.sizes, matrices.roots, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
         self.whitening = self.whitenings(matrices, self.reducer)
@@ -146,21 +145,7 @@ class OwnedExchange(Exchange):
 
     def synchronise(self, compress: Compress, context: StepContext, coef: Tensor) -> Tensor:
         self.whole = self._nothing
-        self.reducer.synchronise(compress, self.completed(context))
-        self.reducer.verdict.absent = self._absent()
-        return self.take_verdict(coef)
-
-    def _absent(self) -> Tensor | None:
-        """Return of which of all tensors no rank has a gradient: bool [tensors]; None: there are none."""
-        of_matrices, of_rest, members = self.reducer.verdict.absent, self.absent_of_rest, self.members
-        if of_matrices is None and of_rest is None:
-            return None
-        found = torch.zeros(len(self.frame.parameters), dtype=torch.bool, device=self.frame.device)
-        if of_matrices is not None:
-            members.of(found).copy_(of_matrices)
-        if of_rest is not None:
-            found[len(members.which) :] = of_rest
-        return found
+        return super().synchronise(compress, context, coef)
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         """Return what is left of gradients, of which each rank has its own, and what owners have, once it is gathered.

@@ -19,7 +19,7 @@ from ..comm.owners import Shape
 from .orthogonal import Matrices, inverse_root, times
 
 EVERY = 100
-"""Steps from one renewal to the next; the first come after 1, 2, 4, ... of them. A float of n*n each is sent."""
+"""Steps from one renewal to the next; the first come after 1, 2, 4, ... of them. n(n + 1)/2 floats each are sent."""
 FOLLOWS = 0.05
 """How much the newest momentum weighs in the mean of Gram matrices."""
 
@@ -145,6 +145,7 @@ class Whitening:
         """Make what whitens, and send it to all; return what this rank's batches are whitened with."""
         roots = [inverse_root(each) for each in self.made_of]
         own, self._back = ([root[k] for root in roots] for k in range(2))
+        own = [symmetric(lower(white), white.shape[-1]) for white in own]  # as all others get it
         self._white, self.whole = self.gather(own), True
         self._made = [Stack.of(len(alike), self._shapes[alike[0]], self._reducer.device) for alike in self._alike]
         return own
@@ -155,20 +156,20 @@ class Whitening:
         at: dict[int, tuple[int, int]] = {}
         longest = 1
         for rank, owned in enumerate(owners.owned):
-            ends = [0, *itertools.accumulate(min(self._shapes[i]) ** 2 for i in owned)]
+            ends = [0, *itertools.accumulate(triangle(min(self._shapes[i])) for i in owned)]
             at |= {i: (rank, first) for i, first in zip(owned, ends, strict=False)}
             longest = max(longest, ends[-1])
         sent = torch.zeros(1, longest, device=reducer.device)
         if own:
-            line = torch.cat([white.reshape(-1) for white in own])
+            line = torch.cat([lower(white).reshape(-1) for white in own])
             sent[0, : len(line)] = line
         rows = sent.new_empty(len(owners.owned), longest)
         reducer.transport.all_gather(rows, sent)
         found = []
         for indices in self._alike:
             n = min(self._shapes[indices[0]])
-            each = [rows[at[i][0], at[i][1] : at[i][1] + n * n].view(n, n) for i in indices]
-            found.append(torch.stack(each))
+            each = [rows[at[i][0], at[i][1] : at[i][1] + triangle(n)] for i in indices]
+            found.append(symmetric(torch.stack(each), n))
         return found
 
     def gathered(self, grams: Sequence[Tensor]) -> Tensor:
@@ -202,3 +203,22 @@ def both_sides(gram: Tensor, side: Tensor) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """Return ``x`` with zeros for what is no number: gradients up to 1e19 are taken, and their products may be none."""
     return torch.nan_to_num(x, 0.0, 0.0, 0.0)
+
+
+def triangle(n: int) -> int:
+    """Return of how many numbers a symmetric matrix [n, n] is made."""
+    return n * (n + 1) // 2
+
+
+def lower(square: Tensor) -> Tensor:
+    """Return those of matrices [count, n, n], row by row: [count, ``triangle(n)``]."""
+    i, j = torch.tril_indices(*square.shape[-2:], device=square.device)
+    return square[:, i, j]
+
+
+def symmetric(numbers: Tensor, n: int) -> Tensor:
+    """Return the matrices [count, n, n] of which ``lower`` has returned these numbers."""
+    i, j = torch.tril_indices(n, n, device=numbers.device)
+    square = numbers.new_empty(len(numbers), n, n)
+    square[:, i, j] = square[:, j, i] = numbers
+    return square
