@@ -144,7 +144,7 @@ def test_nothing_is_lost():
 
     def run(rank: int, transport: Any) -> list[tuple[Tensor, Tensor]]:
         params, told = parameters(), []
-        optimizer = made(params, transport, momentum=0.0, nesterov=False)
+        optimizer = made(params, transport, momentum=0.0, nesterov=False, ns_dtype=torch.float64)
         for step in range(6):
             train(optimizer, params, rank, range(step, step + 1))
             state, shape = optimizer.state_dict()["state"][len(REST)], SHAPES[MATRICES[0]]

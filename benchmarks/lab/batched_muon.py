@@ -101,8 +101,8 @@ class BatchedOwners(Worker):
 class BatchedWhitening(Whitening):
     """What whitens all workers' gradients."""
 
-    def __init__(self, matrices: Matrices, reducer: BatchedOwners) -> None:
-        super().__init__(matrices, reducer)
+    def __init__(self, matrices: Matrices, reducer: BatchedOwners, dtype: torch.dtype) -> None:
+        super().__init__(matrices, reducer, dtype)
         self.reducer = reducer
         for rank in reducer.ranks:
             rank.whitening = self

@@ -109,7 +109,8 @@ class Muon(Algorithm):
         else:
             shares = partial(_shares, frame, options.nesterov, LEAD)
             carried = None if self.rest is None else self._carried(self.rest)
-            self.exchange = self.exchanges(frame, matrices, shares, orthogonalise, carried)
+            dtype = torch.bfloat16 if options.ns_dtype is torch.bfloat16 else torch.float32
+            self.exchange = self.exchanges(frame, matrices, shares, orthogonalise, carried, dtype)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
 

@@ -90,6 +90,7 @@ class OwnedExchange(Exchange):
         shares: As of ``OwnedSigns``.
         orthogonalise: As of ``MuonUpdate``.
         carried: As of ``OwnedSigns``.
+        dtype: As of ``Whitening``.
     """
 
     header_fields: ClassVar[Fields] = HEADER
@@ -104,6 +105,7 @@ class OwnedExchange(Exchange):
         shares: Callable[[], Shares],
         orthogonalise: Callable[[Tensor], Tensor],
         carried: Carried | None,
+        dtype: torch.dtype,
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
             turn = 1 - 2 * (frame.steps.outcomes.attempts % 2)
@@ -121,7 +123,7 @@ class OwnedExchange(Exchange):
         super().__init__(frame, self.reducers(*of_matrices, update, shares, left, live, carried))
         sizes = [size / root for size, root in zip(matrices.sizes, matrices.roots, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
-        self.whitening = self.whitenings(matrices, self.reducer)
+        self.whitening = self.whitenings(matrices, self.reducer, dtype)
         # Of each of its batches next to nothing: where an update is 0, its signs are others in each step, so that what
         # has no gradient goes nowhere.
         owners, rank = self.reducer.owners, self.reducer.transport.rank

@@ -30,15 +30,15 @@ def due(step: int) -> bool:
 
 
 class Stack(NamedTuple):
-    """Matrices of one shape, float32 [count, rows, columns], and each: the same objects in every step."""
+    """Matrices of one shape, [count, rows, columns], and each: the same objects in every step."""
 
     whole: Tensor
     each: Sequence[Tensor]
 
     @classmethod
-    def of(cls, count: int, shape: Shape, device: torch.device) -> Stack:
+    def of(cls, count: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> Stack:
         """Make room for so many."""
-        whole = torch.empty(count, *shape, device=device)
+        whole = torch.zeros(count, *shape, dtype=dtype, device=device)
         return cls(whole, whole.unbind(0))
 
 
@@ -48,6 +48,7 @@ class Whitening:
     Args:
         matrices: All that are sent.
         reducer: Which sends them.
+        dtype: In which steps multiply by what whitens, ``torch.bfloat16`` or ``torch.float32``.
 
     Attributes:
         due: Tells when to renew.
@@ -56,7 +57,8 @@ class Whitening:
         made_of: Of raw momenta, those that it whitens with.
     """
 
-    def __init__(self, matrices: Matrices, reducer: OwnedSigns) -> None:
+    def __init__(self, matrices: Matrices, reducer: OwnedSigns, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._reducer, self._shapes, self.whole = reducer, list(matrices.shapes), False
         self.due = due
         self._alike = [
@@ -65,7 +67,9 @@ class Whitening:
         self._batches = reducer.owners.batches(reducer.transport.rank)
         self._white: list[Tensor] = []  # of each of the shapes, float32 [count, n, n]
         self._back: list[Tensor] = []  # of each of the batches, the inverses
-        self._made: list[Stack] = []  # of each of the shapes, the gradients that are whitened
+        # Both as steps multiply by them; and of each of the shapes gradients, and those that are whitened.
+        self._narrow, self._narrow_back = list[Tensor](), list[Tensor]()
+        self._given, self._made = list[Stack](), list[Stack]()
         self._followed = False
         sides = [(batch.number, min(batch.shape)) for batch in self._batches]
         self.grams, self.made_of = (
@@ -80,24 +84,25 @@ class Whitening:
             self._renew()
 
     def whitened(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return gradients, float32, as they are compressed: from step to step where they were."""
+        """Return gradients as they are compressed: from step to step where they were."""
         if not self.whole:
             return grads
         found = list(grads)
-        for own, white, made in zip(self._alike, self._white, self._made, strict=True):
-            # What is absent is whatever was there, which nobody takes.
-            there = ((grads[i], was) for i, was in zip(own, made.each, strict=True))
-            given = [g.as_strided(was.shape, was.stride()) if g.numel() else was for g, was in there]
-            times(torch.stack(given).float(), white, made.whole)
+        for own, white, given, made in zip(self._alike, self._narrow, self._given, self._made, strict=True):
+            there = [(grads[i], each) for i, each in zip(own, given.each, strict=True) if grads[i].numel()]
+            if there:
+                taken = [g.as_strided(each.shape, each.stride()) for g, each in there]
+                torch._foreach_copy_([each for _, each in there], taken)
+            times(given.whole, white, made.whole)  # what is absent is whatever was there, which nobody takes
             for i, each in zip(own, made.each, strict=True):
                 found[i] = each if grads[i].numel() else grads[i]
         return found
 
     def back(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return directions [count, rows, columns] of an owner's batches as they were before they were whitened."""
-        return (
-            [times(x, back) for x, back in zip(directions, self._back, strict=True)] if self.whole else list(directions)
-        )
+        if not self.whole:
+            return list(directions)
+        return [times(x.to(back.dtype), back) for x, back in zip(directions, self._narrow_back, strict=True)]
 
     def follow(self) -> None:
         """Follow the Gram matrices of the momenta that this rank owns."""
@@ -114,7 +119,9 @@ class Whitening:
         if not self._followed:
             self.follow()  # a checkpoint of one rank has a momentum and no Gram matrix
         # From the old basis to none ...
-        raw, before = self.back(self._momenta()), self._white
+        raw, before = self._momenta(), self._white
+        if self._back:
+            raw = [times(m, back) for m, back in zip(raw, self._back, strict=True)]
         for made_of, gram in zip(self.made_of, self._raw_grams(), strict=True):
             counts = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
             made_of.copy_(torch.where(counts, gram, 0.0))  # after a gradient that was too large they begin anew
@@ -132,8 +139,11 @@ class Whitening:
         left = reducer.layout.cut(reducer.compensated)
         for k, alike in enumerate(self._alike):
             e = torch.stack([left[i].view(self._shapes[i]) for i in alike])
-            e = times(e, torch.linalg.inv_ex(before[k])[0]) if before else e
-            turned = finite(times(e, self._white[k])).flatten(1)
+            white = self._white[k]
+            if before:
+                back = torch.linalg.inv_ex(before[k])[0]
+                white = torch.bmm(*((back, white) if e.shape[1] >= e.shape[2] else (white, back)))
+            turned = finite(times(e, white)).flatten(1)
             torch._foreach_copy_([left[i] for i in alike], list(turned.unbind(0)))
 
     def _raw_grams(self) -> list[Tensor]:
@@ -147,7 +157,9 @@ class Whitening:
         own, self._back = ([root[k] for root in roots] for k in range(2))
         own = [symmetric(lower(white), white.shape[-1]) for white in own]  # as all others get it
         self._white, self.whole = self.gather(own), True
-        self._made = [Stack.of(len(alike), self._shapes[alike[0]], self._reducer.device) for alike in self._alike]
+        self._narrow, self._narrow_back = ([x.to(self._dtype) for x in each] for each in (self._white, self._back))
+        stacks = [(len(alike), self._shapes[alike[0]], self._dtype, self._reducer.device) for alike in self._alike]
+        self._given, self._made = ([Stack.of(*each) for each in stacks] for _ in range(2))
         return own
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -188,7 +200,15 @@ class Whitening:
 
     def held(self) -> list[Tensor]:
         """Return what lives from step to step."""
-        return [*self.grams, *self.made_of, *self._white, *self._back, *(made.whole for made in self._made)]
+        return [
+            *self.grams,
+            *self.made_of,
+            *self._white,
+            *self._back,
+            *self._narrow,
+            *self._narrow_back,
+            *(x.whole for x in (*self._given, *self._made)),
+        ]
 
     def _places(self, line: Tensor) -> list[Tensor]:
         """View in this owner's elements those of its Gram matrices, [count, n*n]."""
