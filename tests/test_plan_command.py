@@ -270,7 +270,7 @@ def test_the_command_says_first_whether_to_compress(tmp_path, capsys, monkeypatc
     assert empty == ""
     assert asked.startswith("340,000,000 parameters on 256 GPUs, 4 a node; a node sends 0.5125 GB/s (4.1 Gbit/s)")
     methods = ["bf16 all-reduce", "PowerSGD, rank 4", "4-bit gradients", "1-bit, bf16 inside"]
-    methods += ["0/1 Adam, 2 steps", "Marsit, owner"]
+    methods += ["0/1 Adam, 2 steps", "1-bit Muon", "Marsit, owner"]
     assert [line[:18].rstrip() for line in table] == ["per node and step", *methods]
     assert "--all prints every method" in more
     assert not any(tmp_path.iterdir())
@@ -279,12 +279,12 @@ def test_the_command_says_first_whether_to_compress(tmp_path, capsys, monkeypatc
 def test_all_methods_other_numbers_and_a_picture_are_asked_for(tmp_path, capsys):
     assert plan("--all", "--out", str(tmp_path), step_ms="363") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if re.search(r"\dx ", line)]) == 15
+    assert len([line for line in lines if re.search(r"\dx ", line)]) == 16
     scale = lines[lines.index("", 4) + 1 : -1]
     assert scale[0].split()[3:] == ["2", "32", "256", "512", "8,192", "16,384"]
-    assert scale[14].split()[2:] == ["-", "620", "609", "596", "591", "594"]  # two GPUs make no torus
+    assert scale[15].split()[2:] == ["-", "620", "609", "596", "591", "594"]  # two GPUs make no torus
     assert scale[4].count("*") == 6  # PowerSGD is the fastest of all, everywhere
-    assert len(scale) == 16
+    assert len(scale) == 17
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert lines[-1] == f"picture: {tmp_path / 'plan.png'}"
 
@@ -296,6 +296,7 @@ def test_a_picture_names_the_best_of_each_family_in_order():
     methods = [
         "4-bit gradients",
         "bf16 all-reduce",
+        "1-bit Muon",
         "1-bit, bf16 inside",
         "0/1 Adam, 2 steps",
         "Marsit, owner",

@@ -19,6 +19,7 @@ COLOURS = {
     **dict.fromkeys(("compress-8", "compress-4"), METHODS["compress"]),
     **dict.fromkeys(("flat", "flat-overlap", "hierarchical", "hierarchical-bf16"), METHODS["onebit-adam"]),
     "zero-one": METHODS["zero-one-adam"],
+    "muon": METHODS["onebit-muon"],
     **dict.fromkeys(("marsit-ring", "marsit-torus", "marsit-owner"), METHODS["marsit"]),
 }
 """1-bit Adam's are those of LAMB as well."""
