@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from fusedonebit import OneBitMuon, dcp, reference
+from fusedonebit import OneBitMuon, Wire, dcp, reference
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.owners import Owners
 from fusedonebit.optim.muon import COEFFICIENTS
 from fusedonebit.optim.orthogonal import orthogonalised, raw
-from fusedonebit.optim.whitening import EVERY
+from fusedonebit.optim.whitening import EVERY, triangle
 from fusedonebit.triton_kernels import FlatLayout
 
 STEPS = 6
@@ -220,18 +220,54 @@ def test_momenta_live_on_among_other_numbers_of_ranks(before, after, tmp_path):
 # ---------------------------------------------------------------- what it costs
 
 
+def layers(width: int, count: int) -> list[tuple[int, int]]:
+    """Return the shapes of a transformer's matrices."""
+    each = (3 * width, width), (width, width), (4 * width, width), (width, 4 * width)
+    return [shape for _ in range(count) for shape in each]
+
+
+def bytes_of(shapes: list[tuple[int, int]], workers: int) -> tuple[float, float, float, Owners]:
+    """Return the bytes of signs, scales and whitening, for each parameter and step, W/(W - 1) of what a rank sends."""
+    numel = sum(m * n for m, n in shapes)
+    owners = Owners(FlatLayout(tuple(m * n for m, n in shapes), 1, 1024), shapes, workers, torch.device("cpu"))
+    longest = max(sum(triangle(min(shapes[i])) for i in owned) for owned in owners.owned)
+    each = owners.layout.numel / 4, 4 * workers * owners.slots, 4 * workers * longest / EVERY
+    return (*(x / numel for x in each), owners)
+
+
 def test_bytes_of_a_parameter_are_counted():
     """340M parameters, of which 302M are matrices, on 8 ranks."""
-    shapes = [shape for _ in range(24) for shape in ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096))]
-    parameters_of_matrices = sum(m * n for m, n in shapes)
-    owners = Owners(FlatLayout(tuple(m * n for m, n in shapes), 1, 1024), shapes, 8, torch.device("cpu"))
-    bits = owners.layout.numel / 8
-    signs, scales = 2 * bits / parameters_of_matrices, 4 * 8 * owners.slots / parameters_of_matrices
-    longest = max(sum(min(shapes[i]) ** 2 for i in owned) for owned in owners.owned)
-    whitening = 4 * 8 * longest / EVERY / parameters_of_matrices
+    signs, scales, whitening, owners = bytes_of(layers(1024, 24), 8)
     print(
         f"bytes per parameter of matrices and step: {signs:.3f} signs, {scales:.4f} scales, {whitening:.4f} whitening"
     )
     print(f"work of a rank, as a share of the equal one: {owners.share * 8:.2f}")
     assert signs + scales + whitening <= 0.27
     assert owners.share <= 1.1 / 8
+
+
+def test_steps_send_what_is_counted_and_hold_what_is_said():
+    workers, shapes = 4, layers(128, 4)
+    numel = sum(m * n for m, n in shapes)
+
+    def run(rank: int, transport: Any) -> list[dict[str, Any]]:
+        params = [Parameter(torch.zeros(shape)) for shape in shapes]
+        optimizer = OneBitMuon(params, process_group=transport, wire=Wire(block_size=1024))
+        told = []
+        for step in range(6):
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=draw)
+            optimizer.step()
+            told.append(optimizer.stats())
+        return told
+
+    *_, renewing, plain = SimulatedGroup(workers).run(run)[0]
+    signs, scales, whitening, _ = bytes_of(shapes, workers)
+    sent = [stats["bytes_step"] / numel * workers / (workers - 1) for stats in (plain, renewing)]
+    held = plain["state_bytes"] / numel
+    print(f"a step sends {sent[0]:.4f} bytes per parameter ({signs + scales:.4f} counted), whitening {whitening:.4f}")
+    print(f"a rank of {workers} holds {held:.2f} bytes per parameter (limit {12 + 4 / workers:.2f})")
+    assert sent[0] == pytest.approx(signs + scales, rel=0.01)
+    assert sent[1] - sent[0] == pytest.approx(EVERY * whitening, rel=0.01)
+    assert held <= 12 + 4 / workers

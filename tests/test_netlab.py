@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from benchmarks import network
-from benchmarks.netlab import equal, goals, model, split, tables, whole
-from benchmarks.netlab.__main__ import PAGE, main, recorded
+from benchmarks.netlab import equal, goals, model, muon, split, tables, whole
+from benchmarks.netlab.__main__ import OF_MUON, PAGE, main, recorded
 from benchmarks.netlab.split import Turn
-from benchmarks.pages import PERFORMANCE, tables_in
+from benchmarks.pages import PERFORMANCE, read, tables_in
 from fusedonebit.apps.plan.collectives import all_reduce
 
 LATENCIES = {"all_reduce": 4e-4, "all_gather": 2e-4, "all_to_all": 2e-4, "exchange": 1e-4}
@@ -122,6 +122,7 @@ def test_the_quick_lab_runs_and_leaves_no_namespace():
 AGAINST_FP32 = 8.0
 MISSED: dict[str, float] = {"overlap": 0.87, "bf16-at-literal": 1.06, "compress-4-at-literal": 1.1}
 """Goals that the record misses, by name, and what it reaches at least: nothing else may be missed."""
+MUON_MISSED: dict[str, float] = {"muon-at-53": 3.0}
 OF_ITS_STAGES = (0.9, 1.1)
 """Seconds of a run that was timed as a whole, over those of its stages."""
 BETWEEN = 0.15
@@ -170,6 +171,29 @@ def test_each_goal_is_met_or_known_to_be_missed(record):
     assert {goal.name for goal in found if not goal.met} == set(MISSED)
     for goal in found:
         assert goal.found >= MISSED.get(goal.name, goal.wanted), goal.name
+
+
+def test_each_goal_of_muon_is_met_or_known_to_be_missed():
+    record = read(OF_MUON)
+    found = muon.found(record)
+    for goal in found:
+        print(f"{goal.name}: {goal.found:.2f}x (at least {goal.wanted:g}x) {'met' if goal.met else 'MISSED'}")
+    print(f"1-bit Muon has Muon's held-out loss after {muon.length(record):.3f} of its steps")
+    assert {goal.name for goal in found if not goal.met} == set(MUON_MISSED)
+    for goal in found:
+        assert goal.found >= MUON_MISSED.get(goal.name, goal.wanted), goal.name
+    assert tables_in(PAGE, "MUON") == muon.tables(record).strip()
+
+
+def test_seconds_of_muon_are_of_its_stages():
+    steps = {"muon-bf16": {"whole": 2.0}, "onebit-muon": {"whole": 1.0}, "whitening": {"whole": 3.0}}
+    lengths = {"muon-bf16": {1.0: 2.0}, "onebit-muon": {1.0: 2.1, 1.1: 2.0}}
+    told = {name: {"lengths": [{"length": x, "loss": y} for x, y in by.items()]} for name, by in lengths.items()}
+    record = {"runs": {"steps": 100, "methods": told}}
+    assert muon.length(record) == pytest.approx(1.1)
+    # 110 steps, of which those behind 1, 2, 4, ..., 64 and 100 others are whitened anew.
+    assert muon.seconds(record, {"methods": steps}, "onebit-muon") == pytest.approx(102 + 8 * 3)
+    assert muon.gain(record, {"methods": steps}) == pytest.approx(200 / 126)
 
 
 def test_the_rate_up_to_which_it_pays_is_found_or_beyond_all(record):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.netlab import curves, equal, goals, methods, model, sweep, whole
+from benchmarks.netlab import curves, equal, goals, methods, model, muon, sweep, whole
 from benchmarks.netlab.equal import Run
 from benchmarks.netlab.parts import Parts
 from benchmarks.netlab.task import QUICK
@@ -91,10 +91,15 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
 
 
 @pytest.mark.long(but=2)
-@pytest.mark.parametrize("method", equal.TRAINED)
+@pytest.mark.parametrize("method", [*equal.TRAINED, *muon.MUONS.trained])
 def test_simulated_hosts_learn_and_are_deterministic(method):
     torch.set_num_threads(1)
-    given = {"task": QUICK.as_dict(), "hosts": 4, "warmup": 0.1, **Run(method, 3e-3, 12)._asdict()}
+    given = {
+        "task": QUICK.as_dict(),
+        "hosts": 4,
+        "warmup": 0.1,
+        **Run(method, 1e-2 if "muon" in method else 3e-3, 12)._asdict(),
+    }
     told = curves.train(given)
     print(f"{method}: {told['curve']}")
     assert told["loss"] < told["curve"][0][1] - 0.3

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from . import here
 from .runner import Job, Stage
 
-SMOKE = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MarsitAdam", "OneBitLion", "AdamW-8bit", "Lamb")
+SMOKE = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MarsitAdam", "OneBitLion", "OneBitMuon", "AdamW-8bit", "Lamb")
 ALIKE = ("OneBitAdam-8bit", "OneBitAdam-frozen", "OneBitLamb-frozen", "MarsitSGD", "OneBitAdam-bf16", "AdamW")
 """Optimizers that share most of their kernels with one of ``SMOKE``."""
 WARM = {"warm": 6, "warm-defaults": 7}

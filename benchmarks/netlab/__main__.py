@@ -11,11 +11,12 @@ from typing import Any
 
 from .. import network, pages
 from ..pages import DOCS, PERFORMANCE, TABLES, write_tables
-from . import plots, tables
+from . import muon, plots, tables
 from .parts import Parts
 from .sweep import QUICKLY, Plan, measure
 
 RESULTS = pages.RESULTS / "netlab" / "netlab.json"
+OF_MUON = RESULTS.with_name("muon.json")
 PAGE, PICTURE = TABLES / "network-lab.md", DOCS / "network-lab.png"
 
 
@@ -31,10 +32,20 @@ def write_page(record: dict[str, Any]) -> None:
     plots.draw(record, PICTURE)
 
 
+def measure_muon(quick: bool, parts: Parts) -> None:
+    """Measure, keep and print 1-bit Muon's part; a quick one is only printed."""
+    record = muon.measure(*(muon.quick() if quick else (muon.PLAN,)), parts=parts)
+    print(muon.tables(record))
+    if not quick:
+        pages.keep(record, OF_MUON)
+        write_tables(PAGE, muon.tables(record), "MUON")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.netlab", description="The network lab.")
     parser.add_argument("--recorded", action="store_true", help="write the page again from what was measured last")
     parser.add_argument("--quick", action="store_true", help="a small model, few rates and rounds; records nothing")
+    parser.add_argument("--muon", action="store_true", help="1-bit Muon's part alone, which is the last")
     parser.add_argument("--afresh", action="store_true", help="forget what an interrupted lab has measured")
     given = parser.parse_args()
     if not given.recorded and (missing := network.lacking()):
@@ -42,17 +53,23 @@ def main() -> None:
     # Namespaces are removed also where somebody ends this.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parts = Parts(None) if given.quick else Parts(afresh=given.afresh)
-    record = recorded() if given.recorded else measure(QUICKLY if given.quick else Plan(), parts)
-    print(tables.all_of(record))
-    if given.quick:
-        with tempfile.TemporaryDirectory() as folder:
-            plots.draw(record, Path(folder) / "network-lab.png")
+    if given.recorded:
+        write_page(recorded())
+        write_tables(PAGE, muon.tables(pages.read(OF_MUON)), "MUON")
         return
-    pages.keep(record, RESULTS)
-    write_page(record)
-    if not given.recorded:
+    if not given.muon:
+        record = measure(QUICKLY if given.quick else Plan(), parts)
+        print(tables.all_of(record))
+        if given.quick:
+            with tempfile.TemporaryDirectory() as folder:
+                plots.draw(record, Path(folder) / "network-lab.png")
+        else:
+            pages.keep(record, RESULTS)
+            write_page(record)
+    measure_muon(given.quick, parts)
+    if not given.quick:
         parts.forget()
-    print(f"wrote docs/tables/{PAGE.name}, docs/{PICTURE.name} and {RESULTS.name}")
+        print(f"wrote docs/tables/{PAGE.name}, docs/{PICTURE.name}, {RESULTS.name} and {OF_MUON.name}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ a step of each kind was measured to take.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from fusedonebit.optim.whitening import due
 from ..pages import markdown
 from . import equal, goals, model
 from .parts import Parts
-from .sweep import HOSTS, Hosts, Plan, facts, tell
+from .sweep import HOSTS, QUICKLY, Hosts, Plan, facts, tell
 
 Record = Mapping[str, Any]
 OURS, RIVAL, STAGE = "onebit-muon", "muon-bf16", "whitening"
@@ -33,7 +33,7 @@ LABELS = {
 }
 
 
-def measure(plan: Plan, parts: Parts, rates: tuple[float, ...] = RATES) -> dict[str, Any]:
+def measure(plan: Plan, rates: Sequence[float] = RATES, *, parts: Parts) -> dict[str, Any]:
     """Return a record of steps at each rate, and of runs."""
     record: dict[str, Any] = {"facts": parts.get("facts of Muon", facts), "hosts": HOSTS, "task": plan.task.as_dict()}
     record["parameters"] = plan.task.parameters
@@ -116,8 +116,6 @@ def _lengths(told: Mapping[str, Any]) -> str:
     return ", ".join(f"x{at:g}: {_loss(loss)}" for at, loss in others)
 
 
-def quick() -> tuple[Plan, tuple[float, ...]]:
-    """Return a small plan, and one rate."""
-    from .sweep import QUICKLY
-
-    return replace(QUICKLY, grid=(1e-2, 2e-2)), (goals.LITERAL,)
+def quick() -> tuple[Plan, Sequence[float]]:
+    """Return a small plan, and the rates that goals name."""
+    return replace(QUICKLY, grid=(1e-2, 2e-2)), tuple(WANTED)

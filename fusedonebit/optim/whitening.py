@@ -8,6 +8,7 @@ the root before they are made orthogonal. From time to time owners make both ane
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,9 +37,9 @@ class Stack(NamedTuple):
     each: Sequence[Tensor]
 
     @classmethod
-    def of(cls, count: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> Stack:
-        """Make room for so many."""
-        whole = torch.zeros(count, *shape, dtype=dtype, device=device)
+    def of(cls, count: int, shape: Shape, room: Tensor) -> Stack:
+        """Take so many of a line of numbers."""
+        whole = room[: count * math.prod(shape)].view(count, *shape)
         return cls(whole, whole.unbind(0))
 
 
@@ -158,8 +159,12 @@ class Whitening:
         own = [symmetric(lower(white), white.shape[-1]) for white in own]  # as all others get it
         self._white, self.whole = self.gather(own), True
         self._narrow, self._narrow_back = ([x.to(self._dtype) for x in each] for each in (self._white, self._back))
-        stacks = [(len(alike), self._shapes[alike[0]], self._dtype, self._reducer.device) for alike in self._alike]
-        self._given, self._made = ([Stack.of(*each) for each in stacks] for _ in range(2))
+        stacks = [(len(alike), self._shapes[alike[0]]) for alike in self._alike]
+        sizes = [count * math.prod(shape) for count, shape in stacks]
+        # Gradients are there for one product: those of all shapes in the same memory.
+        room, rooms = (self._white[0].new_zeros(n, dtype=self._dtype) for n in (max(sizes), sum(sizes)))
+        self._given = [Stack.of(*each, room) for each in stacks]
+        self._made = [Stack.of(*each, x) for each, x in zip(stacks, rooms.split(sizes), strict=True)]
         return own
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
