@@ -62,7 +62,7 @@ class Carried:
         self._rows.copy_(self._numbers(gathered))
 
     def _numbers(self, messages: Messages) -> Tensor:
-        return messages.carried.view(self.dtype)
+        return messages.front[:, -self.nbytes :].view(self.dtype)
 
     def held(self) -> list[Tensor]:
         """Return what is allocated."""

@@ -89,9 +89,8 @@ class Messages:
         absent: uint8 [count, tensors / 8], bits of tensors of which the sender has no gradient (``absent``).
         head: int32 [count, 8 and more], words and ``absent`` together.
         scales: float32 [count, slots].
-        carried: uint8 [count, bytes].
         bits: uint8 [count, chunk_bytes], or [count, 2, chunk_bytes] where ternary.
-        front: uint8, all that lies before the bits, words included.
+        front: uint8, all that lies before the bits, words included; what is carried comes last.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class Messages:
         self.words = self.head[:, : len(Word)]
         self.absent = buffer[:, HEADER_BYTES : HEADER_BYTES + absent_bytes]
         self.scales = buffer[:, head:after].view(torch.float32)[:, :slots]
-        self.carried = buffer[:, after : after + carried]
         self.bits = buffer[:, bits:].view(count, 2, layout.chunk_bytes) if ternary else buffer[:, bits:]
         self.front = buffer[:, :bits]
         self.words[:, Word.MAGIC] = MAGIC

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusedonebit.comm import Flag
+from fusedonebit.comm.carried import Carried
+from fusedonebit.comm.message import Messages
 from fusedonebit.comm.owners import Owners, divide, work
 from fusedonebit.triton_kernels import FlatLayout
 
@@ -54,3 +57,45 @@ def test_scales_lie_apart() -> None:
 
 def test_few_matrices_leave_ranks_idle() -> None:
     assert [len(own) for own in divide([(8, 8)], 3)] == [1, 0, 0]
+
+
+# ---------------------------------------------------------------- what is carried beside
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_carried_is_averaged(world_size: int, dtype: torch.dtype) -> None:
+    """Rounded before it is sent, added up in float32, and rounded again; one rank has no gradient of a tensor."""
+    sizes, by = (7, 130, 300), torch.tensor(0.5)
+    layout = FlatLayout(sizes, 1, 128)
+    generator = torch.Generator().manual_seed(0)
+    grads = [[torch.randn(n, generator=generator) for n in sizes] for _ in range(world_size)]
+    grads[1][1] = torch.empty(0)
+    carried = [Carried(layout, world_size, dtype, CPU) for _ in range(world_size)]
+    bits = FlatLayout((128,), world_size, 128)
+    sent = [Messages(world_size, 1, bits, CPU, carried=carried[0].nbytes) for _ in range(world_size)]
+    found = [torch.zeros(1, dtype=torch.int32) for _ in range(world_size)]
+    for rank, own in enumerate(grads):
+        carried[rank].write(own, by, sent[rank], found[rank])
+    gathered = Messages(world_size, 1, bits, CPU, carried=carried[0].nbytes)
+    for rank in range(world_size):
+        arrived, served = (Messages(n, 1, bits, CPU, carried=carried[0].nbytes) for n in (world_size, 1))
+        arrived.buffer.copy_(torch.stack([each.buffer[rank] for each in sent]))
+        carried[rank].serve(arrived, served)
+        gathered.buffer[rank].copy_(served.buffer[0])
+    for i, n in enumerate(sizes):
+        each = [own[i] if len(own[i]) else torch.zeros(n) for own in grads]
+        rounded = torch.stack([(g * (1 / world_size) * by).to(dtype).float() for g in each])
+        expected = rounded.sum(0).to(dtype).float()
+        for one in carried:
+            one.receive(gathered)
+            assert torch.equal(one.averages[i], expected)
+    assert not any(map(bool, found))
+    for wrong in (float("nan"), float("inf")):
+        grads[0][2][5] = wrong
+        carried[0].write(grads[0], None, sent[0], found[0])
+        assert found[0] == Flag.NONFINITE
+        found[0].zero_()
+    grads[0][2][5] = 0.0
+    carried[0].write(grads[0], None, sent[0], found[0])
+    assert found[0] == 0

@@ -34,11 +34,13 @@ def write_page(record: dict[str, Any]) -> None:
 
 def measure_muon(quick: bool, parts: Parts) -> None:
     """Measure, keep and print 1-bit Muon's part; a quick one is only printed."""
-    record = muon.measure(*(muon.quick() if quick else (muon.PLAN,)), parts=parts)
-    print(muon.tables(record))
+    adams = recorded()
+    plan, rates = muon.quick() if quick else (muon.PLAN, muon.RATES)
+    record = muon.measure(plan, None if quick else adams, rates, parts=parts)
+    print(muon.tables(record, adams))
     if not quick:
         pages.keep(record, OF_MUON)
-        write_tables(PAGE, muon.tables(record), "MUON")
+        write_tables(PAGE, muon.tables(record, adams), "MUON")
 
 
 def main() -> None:
@@ -55,7 +57,7 @@ def main() -> None:
     parts = Parts(None) if given.quick else Parts(afresh=given.afresh)
     if given.recorded:
         write_page(recorded())
-        write_tables(PAGE, muon.tables(pages.read(OF_MUON)), "MUON")
+        write_tables(PAGE, muon.tables(pages.read(OF_MUON), recorded()), "MUON")
         return
     if not given.muon:
         record = measure(QUICKLY if given.quick else Plan(), parts)

@@ -7,7 +7,7 @@ a step of each kind was measured to take.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .sweep import HOSTS, QUICKLY, Hosts, Plan, facts, tell
 
 Record = Mapping[str, Any]
 OURS, RIVAL, STAGE = "onebit-muon", "muon-bf16", "whitening"
+INSTEAD_OF = {RIVAL: equal.BASE, OURS: "onebit-adam"}
 MUONS = equal.Compared((RIVAL, OURS), (OURS,), RIVAL)
 PLAN = Plan(grid=(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2))
 RATES = (53.0, 100.0, 230.0, goals.LITERAL, 2330.0)
@@ -33,8 +34,8 @@ LABELS = {
 }
 
 
-def measure(plan: Plan, rates: Sequence[float] = RATES, *, parts: Parts) -> dict[str, Any]:
-    """Return a record of steps at each rate, and of runs."""
+def measure(plan: Plan, adams: Record | None = None, rates: Sequence[float] = RATES, *, parts: Parts) -> dict[str, Any]:
+    """Return a record of steps at each rate, and of runs; of shorter ones, too, where those of ``adams`` are known."""
     record: dict[str, Any] = {"facts": parts.get("facts of Muon", facts), "hosts": HOSTS, "task": plan.task.as_dict()}
     record["parameters"] = plan.task.parameters
     hosts = Hosts(plan, parts)
@@ -44,7 +45,32 @@ def measure(plan: Plan, rates: Sequence[float] = RATES, *, parts: Parts) -> dict
     train = equal.trainer(parts, record["task"], HOSTS, plan.warmup, tell)
     record["runs"] = {"steps": plan.steps, "grid": list(plan.grid)}
     record["runs"]["methods"] = equal.search(train, plan.steps, plan.grid, tell, MUONS)
+    for name, target in ({} if adams is None else targets(adams)).items():
+        shorten(record, name, target, train)
     return record
+
+
+def targets(adams: Record) -> dict[str, float]:
+    """Return what Muon and 1-bit Muon are to reach in fewer steps: the losses of AdamW and of 1-bit Adam."""
+    told = adams["runs"]["methods"]
+    return {name: equal.loss_at_one(told[other]) for name, other in INSTEAD_OF.items()}
+
+
+def shorten(record: Record, name: str, target: float, train: Callable[[Sequence[equal.Run]], list[Any]]) -> None:
+    """Make a method's runs shorter until one does not reach a loss."""
+    told, steps = record["runs"]["methods"][name], record["runs"]["steps"]
+    while (length := equal.next_length(equal.losses_of(told), target, shorter=True)) is not None:
+        (made,) = train([equal.Run(name, told["lr"], round(length * steps))])
+        told["lengths"].append({"length": length, "steps": round(length * steps), **made})
+
+
+def instead(record: Record, adams: Record) -> dict[str, float]:
+    """Return how many of the steps of AdamW and of 1-bit Adam Muon and 1-bit Muon need for the same held-out loss."""
+    told, found = record["runs"]["methods"], dict[str, float]()
+    for name, target in targets(adams).items():
+        needed = equal.needed(equal.losses_of(told[name]), target)
+        found[name] = math.inf if needed is None else needed
+    return found
 
 
 def length(record: Record) -> float:
@@ -79,7 +105,7 @@ def found(record: Record) -> list[goals.Goal]:
     ]
 
 
-def tables(record: Record) -> str:
+def tables(record: Record, adams: Record) -> str:
     """Return the numbers to meet, steps and whole runs by rate, and losses."""
     rows = model.rows(record)
     rates = ["loopback" if row["megabits"] is None else f"{row['megabits']:g} Mbit/s" for row in rows]
@@ -98,7 +124,11 @@ def tables(record: Record) -> str:
         [LABELS[name], *(_loss(loss) for _, loss in told[name]["tuning"]), _lengths(told[name])] for name in MUONS[0]
     ]
     head = [f"held-out loss after {record['runs']['steps']} steps", *(f"lr {lr:g}" for lr in record["runs"]["grid"])]
-    last = f"1-bit Muon has Muon's loss after {length(record):.3f} of its steps.\n"
+    shares = instead(record, adams)
+    last = (
+        f"1-bit Muon has Muon's loss after {length(record):.3f} of its steps. Muon has AdamW's loss after "
+        f"{shares[RIVAL]:.3f} of AdamW's steps, and 1-bit Muon 1-bit Adam's after {shares[OURS]:.3f} of those.\n"
+    )
     parts = [
         markdown([["goal", "at least", "found", ""], *met]),
         markdown([["", "MB sent", *rates], *steps, *whole, gains]),

@@ -168,19 +168,8 @@ static void add_scaled(float *restrict total, const uint8_t *restrict bits, int6
 KERNEL(server_reduce)
 {
     float total[MOST], own[MOST];
-    int32_t found = agreed_flags(arrived.words, arrived.words_stride, arrived.own_words, arrived.world_size) | *hold;
-    if (begin == 0) {
-        *flags = found;
-        for (int64_t w = 0; w < arrived.world_size; w++)
-            memcpy(kept_words + w * WORDS, arrived.words + w * arrived.words_stride, WORDS * sizeof *kept_words);
-        if (words) {
-            words[STEP] = header.counter ? *header.counter : header.number;
-            words[DIGEST] = arrived.own_words[DIGEST];
-            words[TAG] = header.tag;
-            words[FLAGS] = found;
-            words[SIGNAL] = 0;
-        }
-    }
+    int32_t found = answer(begin, arrived.words, arrived.words_stride, arrived.own_words, arrived.world_size, *hold,
+                            flags, kept_words, words, header);
     if (*hold)
         return;
     struct Stored of_c = ROW_OF(compensated, numbers, 0);

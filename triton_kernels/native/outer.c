@@ -139,19 +139,8 @@ KERNEL(outer_scales)
 KERNEL(outer_mean)
 {
     float s[MOST], d[MOST];
-    int32_t bad = agreed_flags(arrived.words, arrived.words_stride, arrived.own_words, arrived.world_size) | *hold;
-    if (begin == 0) {
-        *flags = bad;
-        for (int64_t w = 0; w < arrived.world_size; w++)
-            memcpy(kept_words + w * WORDS, arrived.words + w * arrived.words_stride, WORDS * sizeof *kept_words);
-        if (words) {
-            words[STEP] = header.counter ? *header.counter : header.number;
-            words[DIGEST] = arrived.own_words[DIGEST];
-            words[TAG] = header.tag;
-            words[FLAGS] = bad;
-            words[SIGNAL] = 0;
-        }
-    }
+    int32_t bad = answer(begin, arrived.words, arrived.words_stride, arrived.own_words, arrived.world_size, *hold,
+                         flags, kept_words, words, header);
     if (bad)
         return;
     for (int64_t b = begin; b < end; b++) {
