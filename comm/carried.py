@@ -24,7 +24,7 @@ class Carried:
         parts: Who serves: W, an equal part each.
         dtype: In which they travel, ``torch.bfloat16`` or ``torch.float32``.
         device: Where they lie.
-        share: What each rank's are multiplied with; None: 1 / parts.
+        share: What each rank's are multiplied with; None: 1 / parts, but in a simulation.
 
     Attributes:
         nbytes: Of one message.
@@ -39,8 +39,8 @@ class Carried:
         length = -(-layout.numel // (parts * least)) * least
         self.nbytes = length * dtype.itemsize
         flat = torch.zeros(parts * length + TAIL, device=device)
-        self._rows, self._padding = flat[: parts * length].view(parts, length), flat[layout.numel :]
-        self._flat = flat[: layout.numel + TAIL]
+        self._rows, self._flat = flat[: parts * length].view(parts, length), flat[: layout.numel + TAIL]
+        self._padding, self._bad = flat[layout.numel :], flat[layout.numel :][:1]  # which ``flatten`` sets
         self.averages = Listed.of(layout.cut(flat[: layout.numel]))
 
     def write(self, grads: Sequence[Tensor], by: Tensor | None, to_servers: Messages, found: Tensor) -> None:
@@ -50,7 +50,7 @@ class Carried:
         """
         self._padding.zero_()
         flatten(grads, self.layout.sizes, self.layout.block_size, self._share, by, self._flat)
-        found |= (self._padding[:1] * int(Flag.NONFINITE)).int()
+        found |= (self._bad * int(Flag.NONFINITE)).int()
         self._numbers(to_servers).copy_(self._rows)
 
     def serve(self, arrived: Messages, served: Messages) -> None:
@@ -63,7 +63,3 @@ class Carried:
 
     def _numbers(self, messages: Messages) -> Tensor:
         return messages.front[:, -self.nbytes :].view(self.dtype)
-
-    def held(self) -> list[Tensor]:
-        """Return what is allocated."""
-        return [self._rows]

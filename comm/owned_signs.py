@@ -61,7 +61,7 @@ class OwnedSigns(Reducer):
         compensated: c, float32 [P], of which e is what is left.
         live: Which elements count.
         carried: What messages carry besides: gradients of tensors that are no matrices; None: nothing.
-        senders: From how many ranks messages arrive; 0: from all.
+        senders: From how many ranks messages arrive; 0: from all. A simulation serves more than it sends to.
 
     Attributes:
         owners: Who owns what.
@@ -297,6 +297,6 @@ class OwnedSigns(Reducer):
         return describe_mismatch(self.arrived_words)
 
     def state(self) -> list[Tensor]:
-        held = [self.verdict, self, self._worker, self._server]
+        held = [self.verdict, self, self._worker, self._server, *([] if self.carried is None else [self.carried])]
         tensors = [v for each in held for v in vars(each).values() if isinstance(v, Tensor)]
         return [*tensors, *self.live]

@@ -122,7 +122,8 @@ def test_the_quick_lab_runs_and_leaves_no_namespace():
 AGAINST_FP32 = 8.0
 MISSED: dict[str, float] = {"overlap": 0.87, "bf16-at-literal": 1.06, "compress-4-at-literal": 1.1}
 """Goals that the record misses, by name, and what it reaches at least: nothing else may be missed."""
-MUON_MISSED: dict[str, float] = {"muon-at-53": 3.0}
+MUON_MISSED: dict[str, float] = {"muon-at-53": 2.9}
+"""The same of 1-bit Muon's part."""
 OF_ITS_STAGES = (0.9, 1.1)
 """Seconds of a run that was timed as a whole, over those of its stages."""
 BETWEEN = 0.15
@@ -174,18 +175,18 @@ def test_each_goal_is_met_or_known_to_be_missed(record):
 
 
 def test_each_goal_of_muon_is_met_or_known_to_be_missed(record):
-    adams, record = record, read(OF_MUON)
-    found, shares = muon.found(record), muon.instead(record, adams)
+    of_muon = read(OF_MUON)
+    found, shares = muon.found(of_muon), muon.instead(of_muon, record)
     for goal in found:
         print(f"{goal.name}: {goal.found:.2f}x (at least {goal.wanted:g}x) {'met' if goal.met else 'MISSED'}")
-    print(f"1-bit Muon has Muon's held-out loss after {muon.length(record):.3f} of its steps")
+    print(f"1-bit Muon has Muon's held-out loss after {muon.length(of_muon):.3f} of its steps")
     assert {goal.name for goal in found if not goal.met} == set(MUON_MISSED)
     for goal in found:
         assert goal.found >= MUON_MISSED.get(goal.name, goal.wanted), goal.name
     ours, theirs = shares["onebit-muon"], shares["muon-bf16"]
     print(f"steps to the loss of 1-bit Adam, over its own: {ours:.3f}; Muon's to AdamW's: {theirs:.3f}")
     print(f"that is {ours / theirs:.3f} times as many (1.05 aimed at)")
-    assert tables_in(PAGE, "MUON") == muon.tables(record, adams).strip()
+    assert tables_in(PAGE, "MUON") == muon.tables(of_muon, record).strip()
 
 
 def test_seconds_of_muon_are_of_its_stages():

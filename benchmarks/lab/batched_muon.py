@@ -121,14 +121,14 @@ class BatchedExchange(OwnedExchange):
     """The same between these."""
 
     reducer: BatchedOwners
-    reducers: ClassVar = BatchedOwners
-    whitenings: ClassVar = BatchedWhitening
+    reducer_kind: ClassVar = BatchedOwners
+    whitening_kind: ClassVar = BatchedWhitening
 
 
 class BatchedMuon(Muon):
     """The same of all workers."""
 
-    exchanges: ClassVar = BatchedExchange
+    exchange_kind: ClassVar = BatchedExchange
 
 
 class BatchedOneBitMuon(OneBitMuon):

@@ -12,7 +12,7 @@ from typing import Any
 from .. import network, pages
 from ..pages import DOCS, PERFORMANCE, TABLES, write_tables
 from . import muon, plots, tables
-from .parts import Parts
+from .parts import FOLDER, Parts
 from .sweep import QUICKLY, Plan, measure
 
 RESULTS = pages.RESULTS / "netlab" / "netlab.json"
@@ -32,15 +32,33 @@ def write_page(record: dict[str, Any]) -> None:
     plots.draw(record, PICTURE)
 
 
-def measure_muon(quick: bool, parts: Parts) -> None:
-    """Measure, keep and print 1-bit Muon's part; a quick one is only printed."""
-    adams = recorded()
+def measure_all(quick: bool, afresh: bool) -> None:
+    """Measure, keep and print all but 1-bit Muon's part; a quick lab is only printed."""
+    parts = Parts(None) if quick else Parts(afresh=afresh)
+    record = measure(QUICKLY if quick else Plan(), parts)
+    print(tables.all_of(record))
+    if quick:
+        with tempfile.TemporaryDirectory() as folder:
+            plots.draw(record, Path(folder) / "network-lab.png")
+        return
+    pages.keep(record, RESULTS)
+    write_page(record)
+    parts.forget()
+    print(f"wrote docs/tables/{PAGE.name}, docs/{PICTURE.name} and {RESULTS.name}")
+
+
+def measure_muon(quick: bool, afresh: bool) -> None:
+    """Do the same for that part."""
+    adams, parts = recorded(), Parts(None) if quick else Parts(FOLDER / "muon.json", afresh)
     plan, rates = muon.quick() if quick else (muon.PLAN, muon.RATES)
     record = muon.measure(plan, None if quick else adams, rates, parts=parts)
     print(muon.tables(record, adams))
-    if not quick:
-        pages.keep(record, OF_MUON)
-        write_tables(PAGE, muon.tables(record, adams), "MUON")
+    if quick:
+        return
+    pages.keep(record, OF_MUON)
+    write_tables(PAGE, muon.tables(record, adams), "MUON")
+    parts.forget()
+    print(f"wrote docs/tables/{PAGE.name} and {OF_MUON.name}")
 
 
 def main() -> None:
@@ -54,24 +72,13 @@ def main() -> None:
         sys.exit(f"make netlab lacks {' and '.join(missing)}; `python -m benchmarks.netlab --recorded` needs neither")
     # Namespaces are removed also where somebody ends this.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    parts = Parts(None) if given.quick else Parts(afresh=given.afresh)
     if given.recorded:
         write_page(recorded())
         write_tables(PAGE, muon.tables(pages.read(OF_MUON), recorded()), "MUON")
         return
     if not given.muon:
-        record = measure(QUICKLY if given.quick else Plan(), parts)
-        print(tables.all_of(record))
-        if given.quick:
-            with tempfile.TemporaryDirectory() as folder:
-                plots.draw(record, Path(folder) / "network-lab.png")
-        else:
-            pages.keep(record, RESULTS)
-            write_page(record)
-    measure_muon(given.quick, parts)
-    if not given.quick:
-        parts.forget()
-        print(f"wrote docs/tables/{PAGE.name}, docs/{PICTURE.name}, {RESULTS.name} and {OF_MUON.name}")
+        measure_all(given.quick, given.afresh)
+    measure_muon(given.quick, given.afresh)
 
 
 if __name__ == "__main__":

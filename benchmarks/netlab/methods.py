@@ -259,8 +259,7 @@ def _onebit_muon(model: ByteTransformer, renews: bool = False) -> OneBit:
         made = onebit_muon(list(params), of, of_blocks(model), betas=BETAS)
         assert isinstance(made.algorithm, algorithms.Muon)
         assert made.algorithm.exchange is not None
-        # From its third step on it whitens, and makes what whitens anew in all steps or in none.
-        made.algorithm.exchange.whitening.due = lambda step: renews or step == 1
+        made.algorithm.exchange.whitening.due = lambda step: renews  # but for the first time in its second step
         return made
 
     return OneBit(model, make)

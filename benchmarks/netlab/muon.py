@@ -86,9 +86,8 @@ def seconds(record: Record, row: Record, name: str) -> float:
     if math.isinf(times):
         return math.inf
     steps = round(times * record["runs"]["steps"])
-    whitening = sum(map(due, range(steps))) if name == OURS else 0
-    of = row["methods"]
-    return (steps - whitening) * of[name]["whole"] + (whitening and whitening * of[STAGE]["whole"])
+    of, whitening = row["methods"], sum(map(due, range(steps))) if name == OURS else 0
+    return (steps - whitening) * of[name]["whole"] + whitening * of[STAGE]["whole"]
 
 
 def gain(record: Record, row: Record) -> float:
@@ -109,7 +108,10 @@ def tables(record: Record, adams: Record) -> str:
     """Return the numbers to meet, steps and whole runs by rate, and losses."""
     rows = model.rows(record)
     rates = ["loopback" if row["megabits"] is None else f"{row['megabits']:g} Mbit/s" for row in rows]
-    met = [[goal.text, *(f"{n:.2f}x" for n in goal[2:]), "met" if goal.met else "**missed**"] for goal in found(record)]
+    met = [
+        [goal.text, f"{goal.wanted:.2f}x", f"{goal.found:.2f}x", "met" if goal.met else "**missed**"]
+        for goal in found(record)
+    ]
     steps = [
         [f"ms a step: {label}", f"{rows[0]['methods'][name]['bytes'] / 1e6:.3f}"]
         + [f"{1e3 * row['methods'][name]['whole']:.0f}" for row in rows]
@@ -121,7 +123,8 @@ def tables(record: Record, adams: Record) -> str:
     gains = ["whole runs at equal held-out loss", None, *(f"{gain(record, row):.2f}x" for row in rows)]
     told = record["runs"]["methods"]
     tried = [
-        [LABELS[name], *(_loss(loss) for _, loss in told[name]["tuning"]), _lengths(told[name])] for name in MUONS[0]
+        [LABELS[name], *(_loss(loss) for _, loss in told[name]["tuning"]), _lengths(told[name])]
+        for name in MUONS.trained
     ]
     head = [f"held-out loss after {record['runs']['steps']} steps", *(f"lr {lr:g}" for lr in record["runs"]["grid"])]
     shares = instead(record, adams)

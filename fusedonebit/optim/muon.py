@@ -80,7 +80,7 @@ class Muon(Algorithm):
     traits: ClassVar = Traits(MuonOptions, {"one-bit": True}, continues=False, shards=False, corrects=True)
     options: MuonOptions
     exchange: OwnedExchange | None = None
-    exchanges: ClassVar[type[OwnedExchange]] = OwnedExchange
+    exchange_kind: ClassVar[type[OwnedExchange]] = OwnedExchange
 
     @classmethod
     def check(cls, frame: Frame) -> None:
@@ -110,7 +110,7 @@ class Muon(Algorithm):
             shares = partial(_shares, frame, options.nesterov, LEAD)
             carried = None if self.rest is None else self._carried(self.rest)
             dtype = torch.bfloat16 if options.ns_dtype is torch.bfloat16 else torch.float32
-            self.exchange = self.exchanges(frame, matrices, shares, orthogonalise, carried, dtype)
+            self.exchange = self.exchange_kind(frame, matrices, shares, orthogonalise, carried, dtype)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
 
@@ -222,9 +222,9 @@ class OneBitMuon(DistributedOptimizer):
             one above the other, each parameter is one, such as 3 of queries, keys and values in one layer. Each is
             orthogonalised by itself.
         betas: AdamW's; its eps is 1e-8.
-        ns_dtype: In which Newton-Schulz computes.
-        average_dtype: In which gradients of those groups travel: ``torch.bfloat16``, as by DDP's bf16_compress_hook, or
-            ``torch.float32``.
+        ns_dtype: In which Newton-Schulz computes; and whitening, where that is ``torch.bfloat16``, else in float32.
+        average_dtype: In which gradients of those groups travel beside matrices: ``torch.bfloat16``, as by DDP's
+            bf16_compress_hook, or ``torch.float32``.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't.
     """
 

@@ -46,7 +46,7 @@ class OneBit(Stage):
 
     def step(self, grads: Sequence[Tensor], coef: Tensor, abort: bool) -> Tensor:
         frame, exchange, agreed = self.frame, self.exchange, self.agree(grads, coef)
-        members, rest, by = exchange.members, self._rest, agreed.factor
+        members, rest, carried, by = exchange.members, self._rest, exchange.reducer.carried, agreed.factor
         exchange.whitening.prepare(frame.steps.outcomes.attempts - 1)
         whitened = exchange.whitening.whitened(members.of(grads))
 
@@ -58,9 +58,9 @@ class OneBit(Stage):
         still = exchange.synchronise(compress, exchange.context(abort, agreed.hold), agreed.coef)
         exchange.apply(still)
         exchange.whitening.follow()
-        if rest is not None and exchange.reducer.carried is not None:
+        if rest is not None and carried is not None:
             still = frame.coefficients.still(coef, frame.absent)  # which averages are not multiplied by again
-            rest.update(exchange.reducer.carried.averages, still, exchange.reducer.flags)
+            rest.update(carried.averages, still, exchange.reducer.flags)
         return exchange.restore_absent()
 
 
@@ -94,8 +94,8 @@ class OwnedExchange(Exchange):
     """
 
     header_fields: ClassVar[Fields] = HEADER
-    reducers: ClassVar[type[OwnedSigns]] = OwnedSigns
-    whitenings: ClassVar[type[Whitening]] = Whitening
+    reducer_kind: ClassVar[type[OwnedSigns]] = OwnedSigns
+    whitening_kind: ClassVar[type[Whitening]] = Whitening
     reducer: OwnedSigns
 
     def __init__(
@@ -120,10 +120,10 @@ class OwnedExchange(Exchange):
         self.whole = self._nothing
         of_matrices = layout, matrices.shapes, matrices.stacks, frame.ranks.transport
         left, live = self.compensated, self.members.live
-        super().__init__(frame, self.reducers(*of_matrices, update, shares, left, live, carried))
+        super().__init__(frame, self.reducer_kind(*of_matrices, update, shares, left, live, carried))
         sizes = [size / root for size, root in zip(matrices.sizes, matrices.roots, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
-        self.whitening = self.whitenings(matrices, self.reducer, dtype)
+        self.whitening = self.whitening_kind(matrices, self.reducer, dtype)
         # Of each of its batches next to nothing: where an update is 0, its signs are others in each step, so that what
         # has no gradient goes nowhere.
         owners, rank = self.reducer.owners, self.reducer.transport.rank

@@ -205,7 +205,12 @@ def by_block(layout: FlatLayout, sizes: Sequence[float]) -> Tensor:
 
 def times(x: Tensor, side: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply matrices [count, rows, columns] by ``side`` [count, n, n] of their smaller side."""
-    return torch.bmm(*((x, side) if x.shape[1] >= x.shape[2] else (side, x)), out=out)
+    return torch.bmm(*pair(x, side), out=out)
+
+
+def pair(x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of that, in their order."""
+    return (x, side) if x.shape[1] >= x.shape[2] else (side, x)
 
 
 def inverse_root(square: Tensor) -> tuple[Tensor, Tensor]:

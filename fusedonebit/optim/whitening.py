@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.owned_signs import OwnedSigns
 from ..comm.owners import Shape
-from .orthogonal import Matrices, inverse_root, times
+from .orthogonal import Matrices, inverse_root, pair, times
 
 EVERY = 100
 """Steps from one renewal to the next; the first come after 1, 2, 4, ... of them. n(n + 1)/2 floats each are sent."""
@@ -49,7 +49,7 @@ class Whitening:
     Args:
         matrices: All that are sent.
         reducer: Which sends them.
-        dtype: In which steps multiply by what whitens, ``torch.bfloat16`` or ``torch.float32``.
+        dtype: In which gradients are multiplied by what whitens, ``torch.bfloat16`` or ``torch.float32``.
 
     Attributes:
         due: Tells when to renew.
@@ -59,23 +59,30 @@ class Whitening:
     """
 
     def __init__(self, matrices: Matrices, reducer: OwnedSigns, dtype: torch.dtype) -> None:
-        self._dtype = dtype
         self._reducer, self._shapes, self.whole = reducer, list(matrices.shapes), False
         self.due = due
         self._alike = [
             [i for i, own in enumerate(self._shapes) if own == shape] for shape in dict.fromkeys(self._shapes)
         ]
         self._batches = reducer.owners.batches(reducer.transport.rank)
-        self._white: list[Tensor] = []  # of each of the shapes, float32 [count, n, n]
-        self._back: list[Tensor] = []  # of each of the batches, the inverses
-        # Both as steps multiply by them; and of each of the shapes gradients, and those that are whitened.
-        self._narrow, self._narrow_back = list[Tensor](), list[Tensor]()
-        self._given, self._made = list[Stack](), list[Stack]()
+        # Of each of the shapes what whitens, in parts, [count, n, n] each; gradients, and those that are whitened.
+        self._white = list[Sequence[Tensor]]()
+        self._given, self._made = self._stacks(dtype)
+        self._back: list[Tensor] = []  # of each of the batches, the inverses, float32 [count, n, n]
         self._followed = False
         sides = [(batch.number, min(batch.shape)) for batch in self._batches]
         self.grams, self.made_of = (
             [torch.zeros(count, n, n, device=reducer.device) for count, n in sides] for _ in range(2)
         )
+
+    def _stacks(self, dtype: torch.dtype) -> tuple[list[Stack], list[Stack]]:
+        """Make room; gradients are there for one product, so those of all shapes are in the same memory."""
+        shapes = [(len(alike), self._shapes[alike[0]]) for alike in self._alike]
+        sizes = [count * math.prod(shape) for count, shape in shapes]
+        rooms = (torch.zeros(n, dtype=dtype, device=self._reducer.device) for n in (max(sizes), sum(sizes)))
+        one, every = rooms
+        given = [Stack.of(*each, one) for each in shapes]
+        return given, [Stack.of(*each, x) for each, x in zip(shapes, every.split(sizes), strict=True)]
 
     def prepare(self, step: int) -> None:
         """Renew where that is due before this step, counted from 0, alike on all ranks; all of them call it."""
@@ -89,12 +96,14 @@ class Whitening:
         if not self.whole:
             return grads
         found = list(grads)
-        for own, white, given, made in zip(self._alike, self._narrow, self._given, self._made, strict=True):
+        for own, (white, *less), given, made in zip(self._alike, self._white, self._given, self._made, strict=True):
             there = [(grads[i], each) for i, each in zip(own, given.each, strict=True) if grads[i].numel()]
             if there:
                 taken = [g.as_strided(each.shape, each.stride()) for g, each in there]
                 torch._foreach_copy_([each for _, each in there], taken)
             times(given.whole, white, made.whole)  # what is absent is whatever was there, which nobody takes
+            for part in less:
+                made.whole.baddbmm_(*pair(given.whole, part))
             for i, each in zip(own, made.each, strict=True):
                 found[i] = each if grads[i].numel() else grads[i]
         return found
@@ -103,7 +112,7 @@ class Whitening:
         """Return directions [count, rows, columns] of an owner's batches as they were before they were whitened."""
         if not self.whole:
             return list(directions)
-        return [times(x.to(back.dtype), back) for x, back in zip(directions, self._narrow_back, strict=True)]
+        return [times(x, back) for x, back in zip(directions, self._back, strict=True)]
 
     def follow(self) -> None:
         """Follow the Gram matrices of the momenta that this rank owns."""
@@ -120,9 +129,7 @@ class Whitening:
         if not self._followed:
             self.follow()  # a checkpoint of one rank has a momentum and no Gram matrix
         # From the old basis to none ...
-        raw, before = self._momenta(), self._white
-        if self._back:
-            raw = [times(m, back) for m, back in zip(raw, self._back, strict=True)]
+        raw, before = self.back(self._momenta()), list(map(joined, self._white))
         for made_of, gram in zip(self.made_of, self._raw_grams(), strict=True):
             counts = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
             made_of.copy_(torch.where(counts, gram, 0.0))  # after a gradient that was too large they begin anew
@@ -140,10 +147,10 @@ class Whitening:
         left = reducer.layout.cut(reducer.compensated)
         for k, alike in enumerate(self._alike):
             e = torch.stack([left[i].view(self._shapes[i]) for i in alike])
-            white = self._white[k]
+            white = joined(self._white[k])
             if before:
                 back = torch.linalg.inv_ex(before[k])[0]
-                white = torch.bmm(*((back, white) if e.shape[1] >= e.shape[2] else (white, back)))
+                white = torch.bmm(back, white) if e.shape[1] >= e.shape[2] else torch.bmm(white, back)
             turned = finite(times(e, white)).flatten(1)
             torch._foreach_copy_([left[i] for i in alike], list(turned.unbind(0)))
 
@@ -156,15 +163,9 @@ class Whitening:
         """Make what whitens, and send it to all; return what this rank's batches are whitened with."""
         roots = [inverse_root(each) for each in self.made_of]
         own, self._back = ([root[k] for root in roots] for k in range(2))
-        own = [symmetric(lower(white), white.shape[-1]) for white in own]  # as all others get it
-        self._white, self.whole = self.gather(own), True
-        self._narrow, self._narrow_back = ([x.to(self._dtype) for x in each] for each in (self._white, self._back))
-        stacks = [(len(alike), self._shapes[alike[0]]) for alike in self._alike]
-        sizes = [count * math.prod(shape) for count, shape in stacks]
-        # Gradients are there for one product: those of all shapes in the same memory.
-        room, rooms = (self._white[0].new_zeros(n, dtype=self._dtype) for n in (max(sizes), sum(sizes)))
-        self._given = [Stack.of(*each, room) for each in stacks]
-        self._made = [Stack.of(*each, x) for each, x in zip(stacks, rooms.split(sizes), strict=True)]
+        dtype = self._made[0].whole.dtype
+        own = [joined(split(symmetric(lower(white), white.shape[-1]), dtype)) for white in own]  # as all multiply by it
+        self._white, self.whole = [split(white, dtype) for white in self.gather(own)], True
         return own
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -208,10 +209,8 @@ class Whitening:
         return [
             *self.grams,
             *self.made_of,
-            *self._white,
+            *(part for parts in self._white for part in parts),
             *self._back,
-            *self._narrow,
-            *self._narrow_back,
             *(x.whole for x in (*self._given, *self._made)),
         ]
 
@@ -228,6 +227,21 @@ def both_sides(gram: Tensor, side: Tensor) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """Return ``x`` with zeros for what is no number: gradients up to 1e19 are taken, and their products may be none."""
     return torch.nan_to_num(x, 0.0, 0.0, 0.0)
+
+
+def split(x: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return numbers in ``dtype`` that add up to ``x``, float32: to 16 bits of it in bfloat16.
+
+    One alone would lose small directions beside large ones, and be no inverse of what the owner multiplies by.
+    """
+    high = x.to(dtype)
+    return (high,) if dtype is torch.float32 else (high, (x - high).to(dtype))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return what ``split`` was given, float32."""
+    high, *less = parts
+    return sum((part.float() for part in less), high.float())
 
 
 def triangle(n: int) -> int:

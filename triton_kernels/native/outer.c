@@ -67,15 +67,6 @@ KERNEL(outer_compress)
     }
 }
 
-/* Neighbours, again and again, of a power of 2. */
-static double tree_of(double *x, int64_t n)
-{
-    for (n /= 2; n; n /= 2)
-        for (int64_t i = 0; i < n; i++)
-            x[i] = x[2 * i] + x[2 * i + 1];
-    return x[0];
-}
-
 /* partials[begin..end-1] by OF_BLOCKS lanes, of which those that have nothing need no sums. */
 static double sum_of_blocks(const double *partials, int64_t begin, int64_t end)
 {
@@ -96,7 +87,7 @@ static double sum_of_row(const float *c, int64_t columns)
         for (int64_t l = 0; l < n; l++)
             lanes[l] += fabs((double)c[first + l]);
     }
-    return tree_of(lanes, SUM_LANES);
+    return tree_sum(lanes);
 }
 
 /* Of `lines` neighbouring columns at once, lane by lane. */

@@ -4,14 +4,16 @@
 
 enum { SUM_LANES = 128 };
 
-/* Neighbouring lanes, again and again. */
-static inline double tree_sum(double *lanes)
+/* Neighbours, again and again, of a power of 2. */
+static inline double tree_of(double *x, int64_t n)
 {
-    for (int n = SUM_LANES / 2; n; n /= 2)
-        for (int i = 0; i < n; i++)
-            lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
-    return lanes[0];
+    for (n /= 2; n; n /= 2)
+        for (int64_t i = 0; i < n; i++)
+            x[i] = x[2 * i] + x[2 * i + 1];
+    return x[0];
 }
+
+static inline double tree_sum(double *lanes) { return tree_of(lanes, SUM_LANES); }
 
 /* row[begin..end-1]: each lane in order, then the lanes. */
 static inline double ordered_sum(const double *row, int64_t begin, int64_t end)
