@@ -17,8 +17,8 @@ from fusedonebit import OneBitMuon, Wire, dcp, reference
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.owners import Owners
 from fusedonebit.optim.muon import COEFFICIENTS
-from fusedonebit.optim.orthogonal import orthogonalised, raw
-from fusedonebit.optim.whitening import EVERY, triangle
+from fusedonebit.optim.orthogonal import inverse_root, orthogonalised, raw
+from fusedonebit.optim.whitening import EVERY, joined, split, triangle
 from fusedonebit.triton_kernels import FlatLayout
 
 STEPS = 6
@@ -215,6 +215,25 @@ def test_momenta_live_on_among_other_numbers_of_ranks(before, after, tmp_path):
     for momenta in run_ranks(read, after, str(tmp_path)):
         for m, was in zip(momenta, saved, strict=True):
             torch.testing.assert_close(m, was, rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.5])
+def test_two_bfloat16_numbers_whiten_as_one_float32(power):
+    """Whatever the directions' sizes, of which one bfloat16 number would lose the small ones."""
+    n, draw = 64, torch.Generator().manual_seed(0)
+    q, other = (torch.linalg.qr(torch.randn(m, n, generator=draw))[0] for m in (n, 4 * n))
+    x = (other * torch.arange(1, n + 1) ** -power) @ q.T
+    white, back = inverse_root((x.mT @ x)[None])
+    high, low = split(white, torch.bfloat16)
+    narrow = x[None].to(torch.bfloat16)
+    one = torch.bmm(narrow, high)
+    two = one.baddbmm(narrow, low)
+    given = narrow[0].float() @ q
+    worst = [((torch.bmm(y.float(), back)[0] @ q - given).norm(dim=0) / given.norm(dim=0)).max() for y in (one, two)]
+    print(f"sizes i^-{power}: the worst direction comes back {worst[1]:.1%} off, of one number {worst[0]:.1%}")
+    assert worst[1] <= 0.02
+    assert worst[1] < worst[0]
+    torch.testing.assert_close(joined((high, low)), white, rtol=0.0, atol=2.0**-16 * float(white.abs().max()))
 
 
 # ---------------------------------------------------------------- what it costs
