@@ -122,7 +122,7 @@ def test_the_quick_lab_runs_and_leaves_no_namespace():
 AGAINST_FP32 = 8.0
 MISSED: dict[str, float] = {"overlap": 0.87, "bf16-at-literal": 1.06, "compress-4-at-literal": 1.1}
 """Goals that the record misses, by name, and what it reaches at least: nothing else may be missed."""
-MUON_MISSED: dict[str, float] = {"muon-at-53": 2.9}
+MUON_MISSED: dict[str, float] = {"muon-at-53": 3.2, "muon-at-560": 1.2}
 """The same of 1-bit Muon's part."""
 OF_ITS_STAGES = (0.9, 1.1)
 """Seconds of a run that was timed as a whole, over those of its stages."""
