@@ -149,7 +149,7 @@ def test_eagers_root_is_correctly_rounded_with_and_without_numpy():
 
 def test_sources_travel_with_the_package():
     folder = Path(native.__file__).parent
-    included = {"block_io.h", "clock.h", "codes.h", "moments.h", "sums.h", "vote.c"}
+    included = {"block_io.h", "clock.h", "codes.h", "headers.h", "moments.h", "sums.h", "vote.c"}
     assert {path.name for path in folder.glob("*.[ch]")} == {*included, *native.SOURCES}
 
 

@@ -1,6 +1,7 @@
 /* Compression and exchange. */
 
 #include "codes.h"
+#include "headers.h"
 
 KERNEL(flatten)
 {

@@ -1,6 +1,6 @@
 /* Marsit's local update. */
 
-#include "block_io.h"
+#include "headers.h"
 
 /* v is null for SGD, m is null without momentum. */
 struct update {

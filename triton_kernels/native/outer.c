@@ -1,6 +1,6 @@
 /* Matrices: signs with a scale of each row and of each column, and their average. */
 
-#include "block_io.h"
+#include "headers.h"
 #include "sums.h"
 
 enum { ROWS, COLUMNS_OF_IT, LINES = 32, OF_A_TILE = 3, OF_BLOCKS = LINES * SUM_LANES };

@@ -1,6 +1,7 @@
 /* Gradients in 8, 4 or 1 bits, as quantise.py has them. */
 
 #include "codes.h"
+#include "headers.h"
 #include "sums.h"
 
 enum { BYTE = 8, NIBBLE = 4 };

@@ -1,6 +1,7 @@
 /* Scales from partial sums, headers, and what is made of what all ranks have sent. */
 
 #include "clock.h"
+#include "headers.h"
 #include "sums.h"
 
 enum { OF_A_PIECE = 5, ERROR = 3, UPDATE = 4, CLOSE_SPAN = 2048, ROUND_SPAN = 2048 };
