@@ -81,7 +81,7 @@ def expected(workers: int, steps: int) -> list[Tensor]:
 
 def follow(rank: int, transport: Any, steps: int = STEPS) -> tuple[list[Tensor], dict[str, Any]]:
     params = parameters()
-    optimizer = made(params, transport, ns_dtype=torch.float64, average_dtype=torch.float32)
+    optimizer = made(params, transport, ns_dtype=torch.float64, wire=Wire(average_dtype=torch.float32))
     train(optimizer, params, rank, range(steps))
     return values(params), optimizer.stats()
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitMuon
+from fusedonebit import FusedOneBitWarning, OneBitMuon, Wire
 from fusedonebit.comm import SimulatedGroup
 
 
@@ -64,7 +64,10 @@ def test_a_bad_gradient_stops_all_and_an_absent_one_its_own():
         ({"algorithm": "lion"}, "algorithm must be 'muon' or 'adamw', got 'lion'"),
         ({"momentum": 0.5, "ns_steps": 0}, "ns_steps must be an int from 1 to 99, got 0"),
         ({"ns_coefficients": 3.0}, "ns_coefficients must be three finite numbers, got 3.0"),
-        ({"average_dtype": torch.float16}, "average_dtype must be torch.bfloat16 or torch.float32, got torch.float16"),
+        (
+            {"wire": Wire(average_dtype=torch.float16)},
+            "average_dtype must be torch.bfloat16 or torch.float32, got torch.float16",
+        ),
         ({"ns_dtype": "bf16"}, "ns_dtype must be a torch.dtype of floats, .*, got 'bf16'"),
         ({"eps": 0.0}, "eps must be a finite number > 0, got 0.0"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of 'original', 'match_rms_adamw', got 'rms'"),

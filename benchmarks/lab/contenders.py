@@ -236,7 +236,7 @@ CONSTANTS = (WARM_UP, VARIANCE_FLOOR)
 """What settings follow from besides."""
 
 
-LATER = {"state": "fp32", "release_gradients": False, "model_parallel": None}
+LATER = {"state": "fp32", "release_gradients": False, "model_parallel": None, "average_dtype": torch.bfloat16}
 """Options that came after the first recorded runs, and what those were made with."""
 
 EARLIER = {"rewarm_steps": "rewarm_every=0, "}

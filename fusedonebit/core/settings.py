@@ -198,6 +198,8 @@ class Wire:
             ``Faults(nonfinite="skip")``. Learning rates become tensors on the device, which schedulers fill in place,
             and which ranks do not compare. A replay cannot renew a shared variance: take one step in 50 outside the
             graph. For ``AdamW``, ``Lamb``, ``OneBitAdam``, ``OneBitLamb``.
+        average_dtype: Dtype in which gradients that are not compressed travel beside those that are:
+            ``torch.bfloat16`` (default), as by DDP's bf16_compress_hook, or ``torch.float32``. For ``OneBitMuon``.
         release_gradients: Update parameters during the backward pass, 1/32 of them at a time, and free their gradients,
             so that about 1/32 of all gradients is in memory at once. Default: False. ``step()`` then completes the
             update; the result is the same bit for bit. Set learning rates before the backward pass. Run all but the
@@ -214,12 +216,15 @@ class Wire:
     block_size: int | None = None
     broadcast_parameters: bool = False
     capturable: bool = False
+    average_dtype: torch.dtype = torch.bfloat16
     release_gradients: bool = False
 
     def check(self) -> None:
         """Raise ValueError for the first setting that makes no sense."""
         if self.hierarchy_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"hierarchy_dtype must be torch.float32 or torch.bfloat16, got {self.hierarchy_dtype!r}")
+        if self.average_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"average_dtype must be torch.bfloat16 or torch.float32, got {self.average_dtype!r}")
         if self.block_size is not None and not (is_int(self.block_size) and self.block_size in BLOCK_SIZES):
             raise ValueError(f"block_size must be one of {BLOCK_SIZES} or None, got {self.block_size!r}")
         if self.buckets is not None and not (is_int(self.buckets) and 1 <= self.buckets <= MOST_BUCKETS):

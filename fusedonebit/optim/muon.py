@@ -47,8 +47,7 @@ class MuonOptions(Options):
     ns_dtype: torch.dtype
     ns_eps: float
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
-    average_dtype: torch.dtype
-    takes: ClassVar[frozenset[str]] = Options.takes - {
+    takes: ClassVar[frozenset[str]] = (Options.takes | {"average_dtype"}) - {
         "mask",
         "model_parallel",
         "bias_correction",
@@ -70,8 +69,6 @@ class MuonOptions(Options):
             raise ValueError(f"ns_dtype must be a torch.dtype of floats, such as torch.bfloat16, got {dtype!r}")
         if not (is_number(eps) and eps > 0):
             raise ValueError(f"eps must be a finite number > 0, got {eps!r}")
-        if self.average_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"average_dtype must be torch.bfloat16 or torch.float32, got {self.average_dtype!r}")
 
 
 class Muon(Algorithm):
@@ -116,7 +113,7 @@ class Muon(Algorithm):
 
     def _carried(self, rest: Rest) -> Carried:
         world_size = self.frame.ranks.transport.world_size
-        return Carried(rest.members.layout, world_size, self.options.average_dtype, self.frame.device)
+        return Carried(rest.members.layout, world_size, self.options.wire.average_dtype, self.frame.device)
 
     def check_step(self) -> None:
         """Raise RuntimeError if a group is trained by something else than it was at first."""
@@ -223,8 +220,6 @@ class OneBitMuon(DistributedOptimizer):
             orthogonalised by itself.
         betas: AdamW's; its eps is 1e-8.
         ns_dtype: In which Newton-Schulz computes; and whitening, where that is ``torch.bfloat16``, else in float32.
-        average_dtype: In which gradients of those groups travel beside matrices: ``torch.bfloat16``, as by DDP's
-            bf16_compress_hook, or ``torch.float32``.
         max_grad_norm: Clip gradients by the mean of the ranks' norms; None: don't.
     """
 
@@ -245,7 +240,6 @@ class OneBitMuon(DistributedOptimizer):
         algorithm: Literal["muon", "adamw"] = "muon",
         betas: tuple[float, float] = (0.9, 0.95),
         ns_dtype: torch.dtype = torch.bfloat16,
-        average_dtype: torch.dtype = torch.bfloat16,
         max_grad_norm: float | None = None,
         process_group: Ranks = None,
         numerics: Numerics = NUMERICS,
@@ -261,6 +255,5 @@ class OneBitMuon(DistributedOptimizer):
             "ns_steps": ns_steps,
             "ns_eps": eps,
         }
-        own |= {"ns_dtype": ns_dtype, "average_dtype": average_dtype}
-        own |= {"adjust_lr_fn": "original" if adjust_lr_fn is None else adjust_lr_fn}
+        own |= {"ns_dtype": ns_dtype, "adjust_lr_fn": "original" if adjust_lr_fn is None else adjust_lr_fn}
         super().__init__(params, defaults, **shared, **own, max_grad_norm=max_grad_norm)
