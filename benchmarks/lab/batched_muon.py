@@ -56,13 +56,10 @@ class BatchedOwners(Worker):
         shapes: Sequence[Shape],
         stacks: Sequence[int],
         transport: Transport,
-        update: Any,
-        shares: Any,
-        compensated: Tensor,
-        live: Any,
-        carried: Carried | None,
+        *others: Any,
     ) -> None:
         of_matrices, alone, count = (layout, shapes, stacks), AlikeTransport(0, 1), transport.world_size
+        update, shares, compensated, live, carried = others
         how = update, shares
         self.one_of_many = OwnedSigns(*of_matrices, transport, *how, compensated, live, carried)
         if carried is not None:
