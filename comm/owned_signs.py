@@ -17,7 +17,7 @@ from ..triton_kernels.tables import tables_of
 from .absent import Backup, absence, absent_on_all, packed
 from .carried import Carried
 from .message import Messages, StepContext, describe_mismatch
-from .owners import Batch, Owners, Shape
+from .owners import Batch, Matrix, Owners
 from .reducer import Compress, Reducer
 from .transport import Transport
 from .verdict import Scaled, Verdict, programs_of
@@ -53,8 +53,7 @@ class OwnedSigns(Reducer):
 
     Args:
         layout: The flat index space, of matrices alone.
-        shapes: Of each, rows and columns.
-        stacks: Of how many matrices each is one.
+        matrices: Each of them.
         transport: Connects the ranks.
         update: What an owner does with the direction of its matrices.
         shares: Tells those of the step that is taken.
@@ -75,8 +74,7 @@ class OwnedSigns(Reducer):
     def __init__(
         self,
         layout: FlatLayout,
-        shapes: Sequence[Shape],
-        stacks: Sequence[int],
+        matrices: Sequence[Matrix],
         transport: Transport,
         update: Update,
         shares: Callable[[], Shares],
@@ -90,7 +88,7 @@ class OwnedSigns(Reducer):
         self.device = device = compensated.device
         world_size, rank = transport.world_size, transport.rank
         others, nbytes = (0, 0) if carried is None else (len(carried.layout.sizes), carried.nbytes)
-        self.owners = owners = Owners(layout, shapes, world_size, device, stacks, others)
+        self.owners = owners = Owners(layout, matrices, world_size, device, others)
         own = owners.layout
         counts = (world_size, owners.slots), (senders or world_size, owners.slots), (world_size, 1), (1, 1)
         made = [Messages(*each, own, device, carried=nbytes) for each in counts]
@@ -110,11 +108,11 @@ class OwnedSigns(Reducer):
         # What was sent lies in the messages: rows of floats, of which the first one's scales begin at ``front``.
         width = self.to_owners.nbytes // 4
         front = int(self.to_owners.scales.storage_offset())
-        columns = torch.tensor([[n for _, n in shapes]])
+        columns = torch.tensor([[each.shape[1] for each in matrices]])
         table = torch.cat([owners.scales_at(width) + front, columns]).to(device, torch.int32)
         floats, start = self.to_owners.buffer.view(torch.float32).view(1, -1), Outer.starts(layout).to(device)
         self.outer = Outer(floats, table, start)
-        self._tiles = Outer.tiles(layout.sizes, [n for _, n in shapes]).to(device)
+        self._tiles = Outer.tiles(layout.sizes, [each.shape[1] for each in matrices]).to(device)
         within = torch.cat([owners.scales_at(0), columns]).to(device, torch.int32)
         starts = owners.to_messages(torch.cat([start, start.new_zeros(1)]))
         mine = slice(rank * own.blocks_per_chunk, (rank + 1) * own.blocks_per_chunk)

@@ -20,37 +20,57 @@ from torch import Tensor
 from ..triton_kernels import FlatLayout
 
 Shape = tuple[int, int]
+"""Rows and columns of a matrix as it lies in memory."""
 
 
-def work(shape: Shape, stack: int = 1) -> int:
-    """Return what a step of Newton-Schulz costs on a matrix, or on each of a ``stack``: multiplications."""
-    n, m = sorted((shape[0] // stack, shape[1]))
-    return stack * (2 * m * n * n + n**3)
+class Kind(NamedTuple):
+    """What all matrices have in common that are orthogonalised at once."""
+
+    shape: Shape
+    stack: int = 1
+    """Of how many matrices, one above the other, each is one."""
+
+    @property
+    def work(self) -> int:
+        """Return what a step of Newton-Schulz costs on one, or on each of its stack: multiplications."""
+        n, m = sorted((self.shape[0] // self.stack, self.shape[1]))
+        return self.stack * (2 * m * n * n + n**3)
 
 
-def divide(shapes: Sequence[Shape], world_size: int, stacks: Sequence[int] = ()) -> list[list[int]]:
+class Matrix(NamedTuple):
+    """A matrix, or the rows of one that are here."""
+
+    shape: Shape
+    whole: Kind
+    """What it is with all of its rows."""
+
+    @classmethod
+    def of(cls, shape: Shape, stack: int = 1) -> Matrix:
+        """Return one that is here with all of its rows."""
+        return cls(shape, Kind(shape, stack))
+
+
+def divide(kinds: Sequence[Kind], world_size: int) -> list[list[int]]:
     """Give each matrix an owner: the costliest first, each to whoever has least so far.
 
     Args:
-        shapes: Of matrices, rows and columns.
+        kinds: Of matrices.
         world_size: W.
-        stacks: Of how many matrices, one above the other, each is one; none: of itself.
 
     Returns:
-        Each owner's, those of equal shapes one behind the other.
+        Each owner's, those of equal kinds one behind the other.
     """
-    each = list(zip(shapes, stacks or [1] * len(shapes), strict=True))
     owned: list[list[int]] = [[] for _ in range(world_size)]
     load = [0] * world_size
-    for i in sorted(range(len(each)), key=lambda i: (-work(*each[i]), i)):
+    for i in sorted(range(len(kinds)), key=lambda i: (-kinds[i].work, i)):
         least = min(range(world_size), key=lambda k: (load[k], k))
         owned[least].append(i)
-        load[least] += work(*each[i])
-    return [sorted(own, key=lambda i: (*each[i], i)) for own in owned]
+        load[least] += kinds[i].work
+    return [sorted(own, key=lambda i: (*kinds[i], i)) for own in owned]
 
 
 class Batch(NamedTuple):
-    """Matrices of one shape that a rank owns, one behind the other in its message."""
+    """Matrices of one kind that a rank owns, one behind the other in its message."""
 
     shape: Shape
     number: int
@@ -58,8 +78,7 @@ class Batch(NamedTuple):
     """The first one's first element."""
     step: int
     """From one's first element to the next one's."""
-    stack: int = 1
-    """Of how many matrices each is one."""
+    whole: Kind
 
     def of(self, elements: Tensor) -> Tensor:
         """View ``elements`` of a message as matrices [number, rows, columns]."""
@@ -72,10 +91,9 @@ class Owners:
 
     Args:
         layout: The flat index space, of matrices alone.
-        shapes: Of each, rows and columns.
+        matrices: Each of them.
         world_size: W.
         device: Where tables lie.
-        stacks: As of ``divide``.
         others: How many tensors messages speak of besides, behind the matrices.
 
     Attributes:
@@ -89,21 +107,20 @@ class Owners:
     def __init__(
         self,
         layout: FlatLayout,
-        shapes: Sequence[Shape],
+        matrices: Sequence[Matrix],
         world_size: int,
         device: torch.device,
-        stacks: Sequence[int] = (),
         others: int = 0,
     ) -> None:
-        self.shapes, self.stacks = list(shapes), list(stacks) or [1] * len(shapes)
-        self.owned = divide(shapes, world_size, stacks)
+        self.shapes, self._kinds = [each.shape for each in matrices], [each.whole for each in matrices]
+        self.owned, shapes = divide(self._kinds, world_size), self.shapes
         first, block = layout.first_block, layout.block_size
         blocks = [end - start for start, end in itertools.pairwise(first)]
         length = max(1, *(sum(blocks[i] for i in own) for own in self.owned))
         # As many tensors as messages speak of: each has a bit.
         self.layout = FlatLayout((world_size * length * block, *[0] * (len(shapes) + others - 1)), world_size, block)
         self.slots = 1 + max(sum(sum(shapes[i]) for i in own) for own in self.owned)
-        loads = [sum(work(shapes[i], self.stacks[i]) for i in own) for own in self.owned]
+        loads = [sum(self._kinds[i].work for i in own) for own in self.owned]
         self.share = max(loads) / max(1, sum(loads))
         # Padding of messages comes from behind the last block: from one of zeros.
         self._from = torch.full((world_size * length,), layout.n_blocks, dtype=torch.int64)
@@ -122,10 +139,10 @@ class Owners:
     def batches(self, rank: int) -> list[Batch]:
         """Return the batches of one owner's matrices."""
         found = []
-        for (shape, stack), group in itertools.groupby(self.owned[rank], lambda i: (self.shapes[i], self.stacks[i])):
+        for kind, group in itertools.groupby(self.owned[rank], lambda i: self._kinds[i]):
             own = list(group)
             step = self._at[own[1]] - self._at[own[0]] if len(own) > 1 else 0
-            found.append(Batch(shape, len(own), self._at[own[0]], step, stack))
+            found.append(Batch(self.shapes[own[0]], len(own), self._at[own[0]], step, kind))
         return found
 
     def scales_at(self, width: int) -> Tensor:

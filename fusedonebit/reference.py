@@ -277,21 +277,28 @@ class MuonState:
         self.white, self.back = torch.eye(n).to(x), torch.eye(n).to(x)   # what whitens, and its inverse
 
 
-def onebit_muon(s: MuonState, g: Tensor, *, gamma: float, mu: float = 0.95, lead: float = 0.1, decay: float = 0.0,
-                ns_steps: int = 5, stacks: int = 1) -> None:
-    """Muon on the mean of g [W, a, b]: gradients travel to the owner with error feedback, the update's signs back."""
-    wide = g.shape[2] > g.shape[1]
-    c = s.worker_error + (g.mT if wide else g) @ s.white             # on the workers
-    c_hat = outer(c)
-    s.worker_error = c - c_hat                                       # c_hat is sent
-    d = c_hat.mean(0)                                                # on the owner
-    s.momentum = mu * s.momentum + (1 - mu) * d
-    each = ((lead * d + (1 - lead) * s.momentum) @ s.back).chunk(stacks, 1 if wide else 0)
-    u = torch.cat([orthogonal(part, ns_steps) for part in each], 1 if wide else 0)
-    raw = s.momentum @ s.back
-    s.gram = 0.95 * s.gram + 0.05 * raw.mT @ raw
+def onebit_muon(shards: Sequence[MuonState], g: Tensor, *, gamma: float, mu: float = 0.95, lead: float = 0.1,
+                decay: float = 0.0, ns_steps: int = 5, stacks: int = 1) -> None:
+    """Muon on the mean of g [W, a, b]: gradients travel to the owner with error feedback, the update's signs back.
+
+    A matrix that is whole has one state; else of each shard of its rows one, and owners of shards orthogonalise as one.
+    """
+    directions = []
+    for s, own in zip(shards, g.chunk(len(shards), 1), strict=True):
+        wide = own.shape[2] > own.shape[1]
+        c = s.worker_error + (own.mT if wide else own) @ s.white     # on the workers
+        c_hat = outer(c)
+        s.worker_error = c - c_hat                                   # c_hat is sent
+        d = c_hat.mean(0)                                            # on the owner
+        s.momentum = mu * s.momentum + (1 - mu) * d
+        direction, raw = (lead * d + (1 - lead) * s.momentum) @ s.back, s.momentum @ s.back
+        s.gram = 0.95 * s.gram + 0.05 * raw.mT @ raw
+        directions.append(direction.mT if wide else direction)
+    each = torch.cat(directions).chunk(stacks)
+    u = torch.cat([orthogonal(part, ns_steps) for part in each])
     u = torch.where(u >= 0, 1.0, -1.0).to(u) / max(each[0].shape) ** 0.5     # signs are sent
-    s.x = (1 - gamma * decay) * s.x - gamma * (u.mT if wide else u)  # on the workers
+    for s, own in zip(shards, u.chunk(len(shards)), strict=True):
+        s.x = (1 - gamma * decay) * s.x - gamma * own                # on the workers
 
 
 def whiten(s: MuonState, least: float = 1e-4) -> None:

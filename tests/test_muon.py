@@ -15,7 +15,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from fusedonebit import OneBitMuon, Wire, dcp, reference
 from fusedonebit.comm import SimulatedGroup
-from fusedonebit.comm.owners import Owners
+from fusedonebit.comm.owners import Matrix, Owners
 from fusedonebit.optim.muon import COEFFICIENTS
 from fusedonebit.optim.orthogonal import inverse_root, orthogonalised, raw
 from fusedonebit.optim.whitening import EVERY, joined, split, triangle
@@ -71,7 +71,7 @@ def expected(workers: int, steps: int) -> list[Tensor]:
             if step and (step & (step - 1) == 0 or step % EVERY == 0):
                 reference.whiten(s)
             size = max(1.0, SHAPES[i][0] / SHAPES[i][1]) ** 0.5
-            reference.onebit_muon(s, torch.stack([g[i] for g in each]), gamma=LR * size, decay=DECAY / size)
+            reference.onebit_muon([s], torch.stack([g[i] for g in each]), gamma=LR * size, decay=DECAY / size)
         for p, i in zip(rest, REST, strict=True):
             p.grad = torch.stack([g[i] for g in each]).mean(0)
         adamw.step()
@@ -130,7 +130,7 @@ def test_stacks_are_orthogonalised_one_by_one(shape):
         muon.step()
         if step and step & (step - 1) == 0:
             reference.whiten(state)
-        reference.onebit_muon(state, g.double(), gamma=LR * size, decay=DECAY / size, stacks=stacks)
+        reference.onebit_muon([state], g.double(), gamma=LR * size, decay=DECAY / size, stacks=stacks)
     (alone,), (one, other) = SimulatedGroup(1).run(run), SimulatedGroup(2).run(run)
     rounded, whole = run(0, None, torch.bfloat16), torch.cat(cut).detach()
     torch.testing.assert_close(rounded, whole, rtol=0.0, atol=1e-6)
@@ -248,7 +248,9 @@ def layers(width: int, count: int) -> list[tuple[int, int]]:
 def bytes_of(shapes: list[tuple[int, int]], workers: int) -> tuple[float, float, float, Owners]:
     """Return the bytes of signs, scales and whitening, for each parameter and step, W/(W - 1) of what a rank sends."""
     numel = sum(m * n for m, n in shapes)
-    owners = Owners(FlatLayout(tuple(m * n for m, n in shapes), 1, 1024), shapes, workers, torch.device("cpu"))
+    owners = Owners(
+        FlatLayout(tuple(m * n for m, n in shapes), 1, 1024), [*map(Matrix.of, shapes)], workers, torch.device("cpu")
+    )
     longest = max(sum(triangle(min(shapes[i])) for i in owned) for owned in owners.owned)
     each = owners.layout.numel / 4, 4 * workers * owners.slots, 4 * workers * longest / EVERY
     return (*(x / numel for x in each), owners)

@@ -8,28 +8,32 @@ import torch
 from fusedonebit.comm import Flag
 from fusedonebit.comm.carried import Carried
 from fusedonebit.comm.message import Messages
-from fusedonebit.comm.owners import Owners, divide, work
+from fusedonebit.comm.owners import Kind, Matrix, Owners, divide
 from fusedonebit.triton_kernels import FlatLayout
 
 CPU = torch.device("cpu")
 LAYER = [(3 * 64, 64), (64, 64), (4 * 64, 64), (64, 4 * 64)]
 
 
+def owners_of(shapes: list[tuple[int, int]], layout: FlatLayout, world_size: int) -> Owners:
+    return Owners(layout, [Matrix.of(shape) for shape in shapes], world_size, CPU)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 16])
 def test_work_is_shared(world_size: int) -> None:
     """By a rank at most 1.1 of its share, or the costliest matrix."""
     shapes = LAYER * 24
-    owners = Owners(FlatLayout(tuple(m * n for m, n in shapes), 1, 128), shapes, world_size, CPU)
-    whole = sum(map(work, shapes))
+    owners = owners_of(shapes, FlatLayout(tuple(m * n for m, n in shapes), 1, 128), world_size)
+    each = [Kind(shape).work for shape in shapes]
     print(f"{world_size} ranks: {owners.share * world_size:.2f} of the equal share")
-    assert owners.share <= max(1.1 / world_size, max(map(work, shapes)) / whole)
+    assert owners.share <= max(1.1 / world_size, max(each) / sum(each))
     assert sorted(i for own in owners.owned for i in own) == list(range(len(shapes)))
 
 
 def test_messages_have_each_block_once() -> None:
     shapes = [(5, 30), (40, 7), (16, 16), (5, 30), (1, 1), (16, 16), (5, 30)]
     layout = FlatLayout(tuple(m * n for m, n in shapes), 3, 128)
-    owners = Owners(layout, shapes, 3, CPU)
+    owners = owners_of(shapes, layout, 3)
     blocks = torch.arange(1, layout.n_blocks + 1)[:, None].expand(-1, 128).float()
     sent = owners.to_messages(torch.cat([blocks, torch.zeros(1, 128)]))
     back = sent.view(3, -1, 128)[owners.back]
@@ -45,7 +49,7 @@ def test_messages_have_each_block_once() -> None:
 
 def test_scales_lie_apart() -> None:
     shapes = LAYER * 3
-    owners = Owners(FlatLayout(tuple(m * n for m, n in shapes), 2, 128), shapes, 2, CPU)
+    owners = owners_of(shapes, FlatLayout(tuple(m * n for m, n in shapes), 2, 128), 2)
     width, taken = 10_000, set[int]()
     for (rows, columns), (m, n) in zip(owners.scales_at(width).T.tolist(), shapes, strict=True):
         mine = {*range(rows, rows + m), *range(columns, columns + n)}
@@ -56,7 +60,7 @@ def test_scales_lie_apart() -> None:
 
 
 def test_few_matrices_leave_ranks_idle() -> None:
-    assert [len(own) for own in divide([(8, 8)], 3)] == [1, 0, 0]
+    assert [len(own) for own in divide([Kind((8, 8))], 3)] == [1, 0, 0]
 
 
 # ---------------------------------------------------------------- what is carried beside

@@ -15,7 +15,7 @@ from fusedonebit import OneBitMuon
 from fusedonebit.comm import StepContext, Transport
 from fusedonebit.comm.carried import Carried
 from fusedonebit.comm.owned_signs import OwnedSigns
-from fusedonebit.comm.owners import Shape
+from fusedonebit.comm.owners import Matrix
 from fusedonebit.comm.reducer import Compress
 from fusedonebit.optim.muon import Muon
 from fusedonebit.optim.muon_exchange import OwnedExchange
@@ -53,12 +53,11 @@ class BatchedOwners(Worker):
     def __init__(
         self,
         layout: FlatLayout,
-        shapes: Sequence[Shape],
-        stacks: Sequence[int],
+        matrices: Sequence[Matrix],
         transport: Transport,
         *others: Any,
     ) -> None:
-        of_matrices, alone, count = (layout, shapes, stacks), AlikeTransport(0, 1), transport.world_size
+        of_matrices, alone, count = (layout, matrices), AlikeTransport(0, 1), transport.world_size
         update, shares, compensated, live, carried = others
         how = update, shares
         self.one_of_many = OwnedSigns(*of_matrices, transport, *how, compensated, live, carried)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -62,7 +62,7 @@ class Exchange(Part):
         frame = self.frame
         context = context._replace(renewal=frame.coefficients.renewal())
         if frame.ranks.model_parallel.groups:
-            context = context._replace(unite=partial(self._unite, context.abort))
+            context = context._replace(unite=partial(self.unite, frame.united, context.abort))
         return context
 
     def take_verdict(self, coef: Tensor) -> Tensor:
@@ -73,9 +73,10 @@ class Exchange(Part):
         frame.absent, frame.late_error = reducer.verdict.absent, reducer.error
         return frame.coefficients.still(coef, frame.absent)
 
-    def _unite(self, abort: bool, found: Tensor) -> None:
+    @staticmethod
+    def unite(united: Callable[[Tensor], Tensor], abort: bool, found: Tensor) -> None:
         """Add to the flags ``found`` here those of the ranks that hold the model's other parts."""
-        found.copy_(self.frame.united(found | int(Flag.ABORT) if abort else found))
+        found.copy_(united(found | int(Flag.ABORT) if abort else found))
 
     def apply(self, coef: Tensor, divisor: Divisor | None = None, x_squares: Tensor | None = None) -> None:
         """Move by the synchronised m: x = x - lr * m / (sqrt(v) + eps) - lr * lambda * x.

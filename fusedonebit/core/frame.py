@@ -144,7 +144,7 @@ class Frame:
         if not shards:
             raise ValueError(
                 f"parameters of {self.name} must be whole, but {self.parameters.names[0]} is a DTensor; "
-                "use OneBitAdam or OneBitLamb for a model that fully_shard() has sharded"
+                "use OneBitAdam, OneBitLamb or OneBitMuon for a model that fully_shard() has sharded"
             )
         check_groups(mesh.get_group(), *averaged)
 

@@ -18,7 +18,7 @@ from ..triton_kernels.tables import Facts, Listed, Pattern
 from .corrections import Corrections, lacking
 from .options import averaged
 from .param_checks import SUPPORTED_DTYPES, check_parameter, is_dense, refuse_gradient
-from .sharding import like, local, replicas, shard_mesh
+from .sharding import is_dtensor, like, local, replicas, shard_mesh
 
 ALL = slice(None)
 # For ``map``, whose loop is not Python's.
@@ -378,6 +378,13 @@ class ParameterList:
     def published(self, part: Tensor, i: int) -> Tensor:
         """Return ``part``, of parameter ``i``'s shape here, distributed as the parameter is."""
         return like(self.owners[i], part)
+
+    def largest_shard(self, i: int) -> tuple[int, ...]:
+        """Return the shape of the largest shard of parameter ``i``, or its own where that is whole."""
+        owner, here = self.owners[i], tuple(self.params[i].shape)
+        if not is_dtensor(owner) or not owner.placements[0].is_shard(0):
+            return here
+        return (-(-owner.shape[0] // owner.device_mesh.size()), *here[1:])
 
     def strides(self) -> list[list[int]]:
         """Return the strides of each parameter's memory order, for checkpoints."""

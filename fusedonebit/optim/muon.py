@@ -23,11 +23,12 @@ from ..core.optimizer import DistributedOptimizer
 from ..core.options import averaged, is_int, is_number
 from ..core.resolved import Options
 from ..core.settings import FAULTS, NUMERICS, WIRE, Faults, Numerics, Params, Ranks, Wire
+from ..core.sharding import is_dtensor
 from ..core.stage import Stage
 from ..core.traits import Traits
 from .averaging import Averaged, Update
 from .muon_exchange import OneBit, OwnedExchange
-from .orthogonal import Coefficients, Matrices, MuonUpdate, is_matrix, orthogonalised
+from .orthogonal import Coefficients, Matrices, MuonUpdate, Orthogonaliser, is_matrix, orthogonalised
 from .rest import Rest
 
 COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
@@ -74,7 +75,7 @@ class MuonOptions(Options):
 class Muon(Algorithm):
     """1-bit Muon: bits from the first step on; a rank alone has nobody to send them to, and is torch's Muon."""
 
-    traits: ClassVar = Traits(MuonOptions, {"one-bit": True}, continues=False, shards=False, corrects=True)
+    traits: ClassVar = Traits(MuonOptions, {"one-bit": True}, continues=False, corrects=True)
     options: MuonOptions
     exchange: OwnedExchange | None = None
     exchange_kind: ClassVar[type[OwnedExchange]] = OwnedExchange
@@ -97,17 +98,19 @@ class Muon(Algorithm):
         self.rest = Rest(frame, Members(frame, range(count, len(plist)))) if count < len(plist) else None
         how: dict[str, Any] = {"steps": options.ns_steps, "eps": options.ns_eps, "dtype": options.ns_dtype}
         orthogonalise = partial(orthogonalised, coefficients=options.ns_coefficients, **how)
+        shards, dtype = frame.ranks.shards.transport, options.ns_dtype
+        orthogonaliser = partial(Orthogonaliser, orthogonalise, dtype, shards, frame.device)
         rest = () if self.rest is None else (self.rest,)
         if frame.ranks.transport.world_size == 1 or not count:
-            update = MuonUpdate(frame, matrices, partial(_shares, frame, options.nesterov, 0.0), orthogonalise)
+            update = MuonUpdate(frame, matrices, partial(_shares, frame, options.nesterov, 0.0), orthogonaliser)
             updates = (update, *rest) if count else rest
             self._stage: Stage = Averaged(frame, Both(updates))
             self.parts = (*updates, self._stage)
         else:
             shares = partial(_shares, frame, options.nesterov, LEAD)
             carried = None if self.rest is None else self._carried(self.rest)
-            dtype = torch.bfloat16 if options.ns_dtype is torch.bfloat16 else torch.float32
-            self.exchange = self.exchange_kind(frame, matrices, shares, orthogonalise, carried, dtype)
+            dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+            self.exchange = self.exchange_kind(frame, matrices, shares, orthogonaliser, carried, dtype)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
 
@@ -168,6 +171,11 @@ def _check_group(group: Mapping[str, Any], momentum: float, where: str) -> None:
     for p in group.get("params", ()):
         if not isinstance(p, Tensor):  # of a checkpoint, which has numbers
             continue
+        if is_dtensor(p) and is_matrix(p) and (not p.placements[0].is_shard(0) or p.stride(0) < max(p.stride())):
+            raise ValueError(
+                f'params must be sharded by rows where algorithm is "muon", got {p.placements} for shape '
+                f"{tuple(p.shape)}, strides {p.stride()}{where}: leave out shard_placement_fn of fully_shard()"
+            )
         if stacks > 1 and is_matrix(p) and (p.shape[0] % stacks or p.stride(0) < max(p.stride())):
             raise ValueError(
                 f"stacks must divide the first dimension of parameters, the slowest in memory, got {stacks} for shape "

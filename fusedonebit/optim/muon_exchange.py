@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..comm import StepContext
 from ..comm.carried import Carried
 from ..comm.owned_signs import OwnedSigns, Shares
-from ..comm.owners import Batch, Shape
+from ..comm.owners import Batch, Kind, Shape
 from ..comm.reducer import Compress
 from ..core.exchange import Exchange
 from ..core.frame import Frame
@@ -22,7 +23,7 @@ from ..core.state_tensor import StateTensor
 from ..triton_kernels import apply_momentum
 from ..triton_kernels.gradient_scaling import SQUARES
 from ..triton_kernels.nouns import Divisor, Signs
-from .orthogonal import HEADER, OF_SEVERAL, WHITENED, Matrices, by_block, each_of, raw
+from .orthogonal import HEADER, OF_SEVERAL, WHITENED, Matrices, Orthogonaliser, by_block, raw
 from .rest import Rest
 from .whitening import Whitening
 
@@ -77,7 +78,7 @@ class Whole(NamedTuple):
 
 
 def _signs(i: int, shape: Shape) -> Tensor:
-    """Draw the signs of matrix ``i``, the same whoever owns it."""
+    """Draw the signs of matrix ``i``, or shard, the same whoever owns it."""
     return torch.randint(2, shape, generator=torch.Generator().manual_seed(i), dtype=torch.int8) * 2 - 1
 
 
@@ -88,7 +89,7 @@ class OwnedExchange(Exchange):
         frame: Of the optimizer.
         matrices: Its parameters.
         shares: As of ``OwnedSigns``.
-        orthogonalise: As of ``MuonUpdate``.
+        orthogonaliser: As of ``MuonUpdate``.
         carried: As of ``OwnedSigns``.
         dtype: As of ``Whitening``.
     """
@@ -103,22 +104,23 @@ class OwnedExchange(Exchange):
         frame: Frame,
         matrices: Matrices,
         shares: Callable[[], Shares],
-        orthogonalise: Callable[[Tensor], Tensor],
+        orthogonaliser: Callable[[Sequence[tuple[Kind, int]]], Orthogonaliser],
         carried: Carried | None,
         dtype: torch.dtype,
     ) -> None:
         def update(batches: Sequence[tuple[Batch, Tensor]]) -> None:
             turn = 1 - 2 * (frame.steps.outcomes.attempts % 2)
             unwhitened = self.whitening.back([direction for _, direction in batches])
-            for (batch, direction), own, nearly in zip(batches, unwhitened, self._nearly, strict=True):
-                torch.add(each_of(orthogonalise, own, batch.stack), nearly, alpha=turn, out=direction)
+            made = self._orthogonalise(unwhitened)
+            for (_, direction), update, nearly in zip(batches, made, self._nearly, strict=True):
+                torch.add(update, nearly, alpha=turn, out=direction)
 
         self.members, layout = matrices.members, matrices.members.layout
         self.compensated = torch.zeros(layout.numel, device=frame.device)
         self._shapes = matrices.shapes
         self._nothing = Whole(*[frame.nothing] * 3)
         self.whole = self._nothing
-        of_matrices = layout, matrices.shapes, matrices.stacks, frame.ranks.transport
+        of_matrices = layout, matrices.each, frame.ranks.transport
         left, live = self.compensated, self.members.live
         super().__init__(frame, self.reducer_kind(*of_matrices, update, shares, left, live, carried))
         sizes = [size / root for size, root in zip(matrices.sizes, matrices.roots, strict=True)]
@@ -127,9 +129,11 @@ class OwnedExchange(Exchange):
         # Of each of its batches next to nothing: where an update is 0, its signs are others in each step, so that what
         # has no gradient goes nowhere.
         owners, rank = self.reducer.owners, self.reducer.transport.rank
-        signs = [_signs(i, matrices.shapes[i]) for i in owners.owned[rank]]
-        stacks = [torch.stack([signs.pop(0) for _ in range(batch.number)]) for batch in owners.batches(rank)]
+        batches, shards = owners.batches(rank), frame.ranks.shards
+        own = [i * shards.count + shards.transport.rank for i in owners.owned[rank]]
+        stacks = [torch.stack([_signs(own.pop(0), batch.shape) for _ in range(batch.number)]) for batch in batches]
         self._nearly = [NEARLY * each.to(frame.device, torch.bfloat16) for each in stacks]
+        self._orthogonalise = orthogonaliser([(batch.whole, batch.number) for batch in batches])
 
     def apply(self, coef: Tensor, divisor: Divisor | None = None, x_squares: Tensor | None = None) -> None:
         """Move matrices by the signs of their update."""
@@ -148,6 +152,21 @@ class OwnedExchange(Exchange):
     def synchronise(self, compress: Compress, context: StepContext, coef: Tensor) -> Tensor:
         self.whole = self._nothing
         return super().synchronise(compress, context, coef)
+
+    def completed(self, context: StepContext) -> StepContext:
+        context = super().completed(context)
+        if self.frame.ranks.shards.count > 1:  # before messages are sent, so that no owner takes what others skip
+            context = context._replace(unite=partial(self.unite, self._united, context.abort))
+        return context
+
+    def take_verdict(self, coef: Tensor) -> Tensor:
+        if self.frame.ranks.shards.count > 1:
+            self.reducer.refuse(self._united(self.reducer.flags))
+        return super().take_verdict(coef)
+
+    def _united(self, flags: Tensor) -> Tensor:
+        """Return the flags that any shard's ranks have, int32 [1]."""
+        return self.frame.ranks.shards.unite(flags, self.frame.tag_of_shards, None, 0)[0]
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         """Return what is left of gradients, of which each rank has its own, and what owners have, once it is gathered.
@@ -184,7 +203,7 @@ class OwnedExchange(Exchange):
         return {WHITENED: self.whitening.whole, OF_SEVERAL: True}
 
     def held(self) -> Sequence[Tensor]:
-        return [*super().held(), *self.whitening.held(), *self._nearly]
+        return [*super().held(), *self.whitening.held(), *self._nearly, *self._orthogonalise.held()]
 
     def settle(self, compressed: bool = True) -> None:
         """Form what is left, and gather what owners have; all ranks call it."""

@@ -9,8 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm import Transport
+from ..comm.assembly import Assembly
 from ..comm.owned_signs import Shares
-from ..comm.owners import Shape
+from ..comm.owners import Kind, Matrix, Shape
 from ..core.frame import Frame
 from ..core.header import FLAG, Field, Fields
 from ..core.members import Members
@@ -55,12 +57,44 @@ def orthogonalised(x: Tensor, coefficients: Coefficients, steps: int, eps: float
     return x.mT if tall else x
 
 
-def each_of(orthogonalise: Callable[[Tensor], Tensor], x: Tensor, stack: int) -> Tensor:
-    """Orthogonalise ``x`` [count, m, n], or each of as many matrices as stand one above the other in it."""
-    if stack == 1:
-        return orthogonalise(x)
-    count, m, n = x.shape
-    return orthogonalise(x.reshape(count * stack, m // stack, n)).reshape(x.shape)
+class Orthogonaliser:
+    """Orthogonalises matrices of several kinds, all of one kind at once; shards together with who has the others.
+
+    Args:
+        orthogonalise: As ``orthogonalised``, of its first argument.
+        dtype: What that returns.
+        shards: Connects the ranks that have the shards.
+        device: Where matrices lie.
+        kinds: What matrices are in full, and how many there are of each.
+    """
+
+    def __init__(
+        self,
+        orthogonalise: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        shards: Transport,
+        device: torch.device,
+        kinds: Sequence[tuple[Kind, int]],
+    ) -> None:
+        self._orthogonalise, self._stacks = orthogonalise, [kind.stack for kind, _ in kinds]
+        self._assembly = Assembly(shards, kinds, dtype, device) if shards.world_size > 1 else None
+
+    def __call__(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        """Return updates of ``directions``, of each kind what this rank has [number, rows, columns]."""
+        whole = self._whole
+        return whole(directions) if self._assembly is None else self._assembly(directions, whole)
+
+    def _whole(self, directions: Sequence[Tensor]) -> list[Tensor]:
+        found = list[Tensor]()
+        for x, stack in zip(directions, self._stacks, strict=True):
+            count, m, n = x.shape
+            each = x if stack == 1 else x.reshape(count * stack, m // stack, n)
+            found.append(self._orthogonalise(each).reshape(x.shape) if count else x)
+        return found
+
+    def held(self) -> list[Tensor]:
+        """Return what lives from step to step."""
+        return [] if self._assembly is None else self._assembly.held()
 
 
 def adjustment(rows: int, columns: int, adjust_lr_fn: str) -> float:
@@ -83,10 +117,8 @@ class Matrices(NamedTuple):
     """Parameters as matrices; a kernel has a row for each of its outputs."""
 
     members: Members
-    shapes: Sequence[Shape]
-    """Rows and columns of each, as it lies in memory, where another order of its dimensions is a transpose."""
-    stacks: Sequence[int]
-    """Of how many matrices, one above the other, each is one."""
+    each: Sequence[Matrix]
+    """As they lie in memory, where another order of dimensions is a transpose."""
     sizes: Sequence[float]
     """What the learning rate of each is multiplied with."""
     roots: Sequence[float]
@@ -95,16 +127,21 @@ class Matrices(NamedTuple):
     @classmethod
     def of(cls, members: Members, frame: Frame, adjust_lr_fn: str) -> Matrices:
         """Return those of an optimizer."""
-        shapes, stacks, sizes, roots = list[Shape](), list[int](), list[float](), list[float]()
+        each, sizes, roots = list[Matrix](), list[float](), list[float]()
         plist = frame.parameters
-        for p, group in zip(members.of(plist.params), members.of(plist.group_of), strict=True):
-            rows, stack = p.shape[_slowest(p)], frame.groups[group]["stacks"]
-            of_one = p.shape[0] // stack, p.numel() // p.shape[0]
-            shapes.append((rows, p.numel() // rows))
-            stacks.append(stack)
+        for i in members.which:
+            p, here, stack = plist.owners[i], plist.params[i], frame.groups[plist.group_of[i]]["stacks"]
+            rows, of_one = p.shape[_slowest(p)], (p.shape[0] // stack, p.numel() // p.shape[0])
+            columns = p.numel() // rows
+            each.append(Matrix((here.numel() // columns, columns), Kind((rows, columns), stack)))
             sizes.append(adjustment(*of_one, adjust_lr_fn))
             roots.append(max(of_one) ** 0.5)
-        return cls(members, shapes, stacks, sizes, roots)
+        return cls(members, each, sizes, roots)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Return rows and columns of each, as it lies in memory here."""
+        return [each.shape for each in self.each]
 
 
 class MuonUpdate(Part):
@@ -114,7 +151,7 @@ class MuonUpdate(Part):
         frame: Of the optimizer, of matrices alone.
         matrices: Its parameters.
         shares: As of ``OwnedSigns``.
-        orthogonalise: What makes updates of directions [count, rows, columns].
+        orthogonaliser: Makes an ``Orthogonaliser`` of these kinds.
 
     Attributes:
         momentum: float32 [P].
@@ -127,23 +164,23 @@ class MuonUpdate(Part):
         frame: Frame,
         matrices: Matrices,
         shares: Callable[[], Shares],
-        orthogonalise: Callable[[Tensor], Tensor],
+        orthogonaliser: Callable[[Sequence[tuple[Kind, int]]], Orthogonaliser],
     ) -> None:
-        self._frame, self._shares, self._orthogonalise = frame, shares, orthogonalise
+        self._frame, self._shares = frame, shares
         self._members, layout = matrices.members, matrices.members.layout
         self.momentum = torch.zeros(layout.numel, device=frame.device)
         self._whitened_by = frame.nothing
         self._scale = by_block(layout, matrices.sizes).to(frame.device)
-        self._shapes, self._stacks = list(matrices.shapes), list(matrices.stacks)
-        kinds = list(zip(self._shapes, self._stacks, strict=True))
-        self._alike = [[i for i, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)]
+        self._shapes, kinds = matrices.shapes, [each.whole for each in matrices.each]
+        self._alike = {kind: [i for i, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)}
+        self._orthogonalise = orthogonaliser([(kind, len(own)) for kind, own in self._alike.items()])
 
     def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Make one update, as ``averaging.Update``."""
         frame, members, (beta, newest) = self._frame, self._members, self._shares()
         grads, coef, momenta = members.of(grads), members.of(coef), members.layout.cut(self.momentum)
-        updates: list[Tensor] = [frame.nothing] * len(grads)
-        for own in self._alike:
+        directions, updates = list[Tensor](), [frame.nothing] * len(grads)
+        for own in self._alike.values():
             g = torch.stack([grads[i] for i in own])
             before = torch.stack([momenta[i] for i in own])
             still = skip != 0
@@ -152,8 +189,8 @@ class MuonUpdate(Part):
             after = before.lerp(g, 1 - beta)
             direction = g.lerp(after, 1 - newest) if newest else after
             torch._foreach_copy_([momenta[i] for i in own], list(torch.where(still, before, after).unbind(0)))
-            direction = direction.view(len(own), *self._shapes[own[0]])
-            made = each_of(self._orthogonalise, direction, self._stacks[own[0]])
+            directions.append(direction.view(len(own), *self._shapes[own[0]]))
+        for own, made in zip(self._alike.values(), self._orthogonalise(directions), strict=True):
             made = made.float() if made.dtype is torch.float64 else made  # which the op does not read
             for i, update in zip(own, made.contiguous().unbind(0), strict=True):
                 updates[i] = update

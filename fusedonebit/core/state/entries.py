@@ -54,7 +54,11 @@ def saved(frame: Frame, spec: StateTensor, i: int) -> Tensor:
         part = part.reshape(-1).to(spec.dtype)
         if spec.of_rank and part.storage_offset():
             part = part.clone()  # a DTensor that begins somewhere else than its memory does can't be copied
-    return frame.ranks.rows.of_each(part) if spec.of_rank else _distributed(frame, spec, i, part)
+    if not spec.of_rank:
+        return _distributed(frame, spec, i, part)
+    if spec.per == "element" and part.shape != (most := frame.parameters.largest_shard(i)):
+        part = torch.nn.functional.pad(part, [0, 0] * (part.dim() - 1) + [0, most[0] - len(part)])
+    return frame.ranks.rows.of_each(part)
 
 
 def room(frame: Frame, spec: StateTensor, i: int, header: Header | None) -> Tensor:
@@ -110,6 +114,8 @@ def fill(frame: Frame, kept: Sequence[StateTensor], states: Sequence[State], hea
             by.keep(frame, i, target)
         elif part is not None:
             target = _here(frame, spec, i)
+            if spec.of_rank and spec.per == "element" and part.shape != target.shape:
+                part = part[: len(target)]  # of a smaller shard
             target.copy_(part.to(target.device).view(target.shape))
             if spec.per in VALUES:
                 spec.keep(frame, i, target)
@@ -139,7 +145,7 @@ def _distributed(frame: Frame, spec: StateTensor, i: int, part: Tensor) -> Tenso
 def _shape(frame: Frame, spec: StateTensor, i: int, header: Header) -> tuple[int, ...]:
     """Return the shape of this rank's part in a checkpoint with this header."""
     if spec.per == "element":
-        return tuple(frame.parameters.params[i].shape)
+        return frame.parameters.largest_shard(i) if spec.of_rank else tuple(frame.parameters.params[i].shape)
     if spec.per == "tensor":
         return tuple(spec.tensor.shape[:-1])
     if spec is RANK:
