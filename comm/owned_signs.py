@@ -57,9 +57,10 @@ class OwnedSigns(Reducer):
         transport: Connects the ranks.
         update: What an owner does with the direction of its matrices.
         shares: Tells those of the step that is taken.
-        compensated: c, float32 [P], of which e is what is left.
+        compensated: c, float32 or bfloat16 [P], of which e is what is left.
         live: Which elements count.
         carried: What messages carry besides: gradients of tensors that are no matrices; None: nothing.
+        drawn: The updates done, with which c is rounded where it is in bfloat16; None: it is in float32.
         senders: From how many ranks messages arrive; 0: from all. A simulation serves more than it sends to.
 
     Attributes:
@@ -81,10 +82,11 @@ class OwnedSigns(Reducer):
         compensated: Tensor,
         live: LiveTable,
         carried: Carried | None = None,
+        drawn: Tensor | None = None,
         senders: int = 0,
     ) -> None:
         self.layout, self.transport, self._update, self.compensated = layout, transport, update, compensated
-        self._shares, self.carried = shares, carried
+        self._shares, self.carried, self._drawn = shares, carried, drawn
         self.device = device = compensated.device
         world_size, rank = transport.world_size, transport.rank
         others, nbytes = (0, 0) if carried is None else (len(carried.layout.sizes), carried.nbytes)
@@ -172,7 +174,7 @@ class OwnedSigns(Reducer):
         """Add gradients to what is left, and write signs and scales of that to the messages: two launches."""
         verdict, places = self.verdict, self.places
         how = self.skipped, self._signs.view(1, -1), self.partials, verdict.found, verdict.hold
-        outer_compress(grads, places, self.compensated, self.outer, coef, *how)
+        outer_compress(grads, places, self.compensated, self.outer, coef, *how, self._drawn)
         outer_scales(self.compensated, places, self.outer, self.partials, self._tiles, verdict.hold)
 
     def carry(self, grads: Sequence[Tensor], by: Tensor | None) -> None:
@@ -273,7 +275,7 @@ class OwnedSigns(Reducer):
         coef = torch.ones(max(1, len(nothing)), len(Coef), device=self.device)
         signs, found = torch.empty_like(self._told).view(1, -1), none.clone()
         of_last = self.outer, coef, self.skipped, signs, torch.empty_like(self.partials)
-        outer_compress(nothing, self.places, self.compensated, *of_last, found, none)
+        outer_compress(nothing, self.places, self.compensated, *of_last, found, none, self._drawn)
         self.keep_all()
 
     def keep_all(self) -> None:

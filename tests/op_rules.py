@@ -60,6 +60,7 @@ def given(name: str) -> Rule:
 FOLLOWS: dict[str, Rule] = {
     "compensated_exponents": coded("compensated_numbers"),
     "compensated_drawn": narrow("compensated_numbers"),
+    "outer_compress.drawn": narrow("compensated"),
     "moments_exponents": coded("moments_exp_avg"),
     "moments_drawn": lambda m: m.op.name != "lamb_move" and narrow("moments_exp_avg")(m),
     "exp_avg_sq_exponents": coded("exp_avg_sq_numbers"),
@@ -312,7 +313,7 @@ NOUNS: dict[str, Rule] = {
 NUMBERS: dict[str, float] = {
     **either("receive.flags close_round.flags finish_alone.flags server_reduce.flags close_parts.flags", -1),
     **either("scale_coefficients.hold kept_words digest_sums", -1),
-    **either("compensated_drawn moments_drawn rounding", LATER),
+    **either("compensated_drawn moments_drawn outer_compress.drawn rounding", LATER),
     **either("updates step scale_coefficients.world_size follow_level.world_size close_round.steps", 3),
     **either("rebuild_momentum.exp_avg finish_alone.worker_scale", math.nan),
     **either("started found_inf limit_largest", 1),

@@ -60,6 +60,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
 }
 NUMBERS: dict[str, float] = {"outer_mean.flags": -1, "outer_mean.beta": 0.95, "outer_mean.lead": 0.05}
 CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("outer_compress.compensated", "outer_scales.compensated"), (..., torch.bfloat16)),
     "skipped": (0, 0, 1, 0, 6),
     "outer_mean.beta": (0.95, 1 / 3, 0.0),
     "outer_mean.lead": (0.05, 0.0, 1 / 3),

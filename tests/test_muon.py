@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from fusedonebit import OneBitMuon, Wire, dcp, reference
+from fusedonebit import Numerics, OneBitMuon, Wire, dcp, reference
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.comm.owners import Matrix, Owners
 from fusedonebit.optim.muon import COEFFICIENTS
@@ -163,16 +163,19 @@ def test_nothing_is_lost():
         before = left
 
 
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_resumed_run_is_the_same(workers):
+def test_a_resumed_run_is_the_same(workers, state):
+    numerics = Numerics(state=state)
+
     def run(rank: int, transport: Any) -> None:
         params = parameters()
-        optimizer = made(params, transport)
+        optimizer = made(params, transport, numerics=numerics)
         train(optimizer, params, rank, range(5))
         saved, at = copy.deepcopy(optimizer.state_dict()), values(params)
         train(optimizer, params, rank, range(5, 9))
         others = [Parameter(x) for x in at]
-        resumed = made(others, transport)
+        resumed = made(others, transport, numerics=numerics)
         resumed.load_state_dict(saved)
         train(resumed, others, rank, range(5, 9))
         assert all(map(torch.equal, params, others))
@@ -267,13 +270,15 @@ def test_bytes_of_a_parameter_are_counted():
     assert owners.share <= 1.1 / 8
 
 
-def test_steps_send_what_is_counted_and_hold_what_is_said():
+@pytest.mark.parametrize(("state", "most"), [("fp32", 12), ("bf16", 10)])
+def test_steps_send_what_is_counted_and_hold_what_is_said(state, most):
     workers, shapes = 4, layers(128, 4)
     numel = sum(m * n for m, n in shapes)
 
     def run(rank: int, transport: Any) -> list[dict[str, Any]]:
         params = [Parameter(torch.zeros(shape)) for shape in shapes]
-        optimizer = OneBitMuon(params, process_group=transport, wire=Wire(block_size=1024))
+        how = {"wire": Wire(block_size=1024), "numerics": Numerics(state=state)}
+        optimizer = OneBitMuon(params, process_group=transport, **how)
         told = []
         for step in range(6):
             draw = torch.Generator().manual_seed(10 * step + rank)
@@ -288,7 +293,7 @@ def test_steps_send_what_is_counted_and_hold_what_is_said():
     sent = [stats["bytes_step"] / numel * workers / (workers - 1) for stats in (plain, renewing)]
     held = plain["state_bytes"] / numel
     print(f"a step sends {sent[0]:.4f} bytes per parameter ({signs + scales:.4f} counted), whitening {whitening:.4f}")
-    print(f"a rank of {workers} holds {held:.2f} bytes per parameter (limit {12 + 4 / workers:.2f})")
+    print(f"{state}: a rank of {workers} holds {held:.2f} bytes per parameter (limit {most + 4 / workers:.2f})")
     assert sent[0] == pytest.approx(signs + scales, rel=0.01)
     assert sent[1] - sent[0] == pytest.approx(EVERY * whitening, rel=0.01)
-    assert held <= 12 + 4 / workers
+    assert held <= most + 4 / workers

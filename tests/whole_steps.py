@@ -278,7 +278,7 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "AdamW": ALONE | OF_STATE | OF_ADAMW | CORRECTED,
     "Lamb": ALONE | OF_STATE | {"eps inside": {"options": {"eps_inside_sqrt": True}}},
     "OneBitLion": CORRECTED | {f"mean, W = {w}": {"options": {"aggregation": "mean"}, "world_size": w} for w in (2, 8)},
-    "OneBitMuon": CORRECTED,
+    "OneBitMuon": CORRECTED | {what: case for what, case in OF_STATE.items() if what.startswith("moments in bf16")},
     "ZeroOneAdam": COMPRESSING,
     "ZeroOneAdam with own variances": {},
     "MarsitSGD": OF_ROUNDS | {"no momentum": {"options": {"momentum": 0.0}}},

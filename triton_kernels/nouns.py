@@ -40,6 +40,7 @@ AnyFloats = Annotated[Tensor, Spec(None)]
 """float32 or bfloat16."""
 AnyTensor = Annotated[Tensor, Spec(None, dense=False, others=(torch.float16, torch.float64, torch.bool, *INTEGERS))]
 Variance = Annotated[AnyFloats, "P+"]
+Residual = Annotated[AnyFloats, "P+"]
 Moment = Annotated[Tensor, Spec(None, others=(torch.uint8,)), "P+"]
 """The same, or codes in uint8."""
 Correction = Annotated[Tensor, Spec(torch.int8, others=(torch.int16,)), "P+"]

@@ -16,12 +16,13 @@ from torch import Tensor
 from . import block_io as io
 from . import headers, matrix_rules, rules
 from . import user_tensors as users
-from .eager import Tile, gather, live_mask, only_live, pack, signs, tiles
+from .eager import Tile, gather, live_mask, load, only_live, pack, signs, store, tiles
 from .jit import jit, tl
 from .layout import FlatLayout
 from .nouns import (
     Bits,
     CoefTable,
+    Counter,
     Derived,
     DoublePerBlock,
     Flag,
@@ -31,6 +32,8 @@ from .nouns import (
     Indices,
     PerElement,
     Places,
+    Residual,
+    Stored,
     Table,
     Tensors,
     stride,
@@ -155,13 +158,13 @@ def scales_of(scales: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
 
 @jit()
 def outer_compress_kernel(
-    grads_table, tensors, compensated, outer, coef, skipped, bits, bits_stride, partials, found, hold, block_tensor,
-    block_start, live, live_row, blocks_per_chunk,
+    grads_table, tensors, compensated, outer, coef, skipped, bits, bits_stride, partials, found, hold, drawn,
+    block_tensor, block_start, live, live_row, blocks_per_chunk,
     GRADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks.
 
-    Bytes per element: g, 4 for c, twice, 1/8 for bits; scales, of which many elements read each.
+    Bytes per element: g, 4 or 2 for c, twice, 1/8 for bits; scales, of which many elements read each.
     """
     if tl.load(hold) != 0:
         return
@@ -169,7 +172,8 @@ def outer_compress_kernel(
     i = io.elements(BLOCK_SIZE)
     t, k = io.tensor_of(b, block_tensor, coef)
     row = tl.load(live_row + b)
-    kept = tl.load(compensated + b * BLOCK_SIZE + i)
+    of_c = Stored(compensated, None)
+    kept = io.load(of_c, b, i, True, BLOCK_SIZE)
     if tl.load(skipped) == 0:
         slots = slots_of(outer, t, b, i)
         mask = io.counting(live, row, i, BLOCK_SIZE)
@@ -185,15 +189,16 @@ def outer_compress_kernel(
     bad = io.any_of(~finite)
     if bad != 0:
         tl.atomic_or(found, io.NONFINITE)
-    tl.store(compensated + b * BLOCK_SIZE + i, c)
+    c = io.store(of_c, io.moment_bits(drawn, b, i, BLOCK_SIZE), b, i, c, True, BLOCK_SIZE)
     tl.store(io.bytes_at(bits, bits_stride, b, blocks_per_chunk, BLOCK_SIZE), io.bytes_of(c >= 0))
     tl.store(partials + b, io.total_of(tl.abs(c)))
 
 
 @op(outer_compress_kernel, writes=("compensated", "bits", "partials", "found"))
 def outer_compress(
-    grads: Tensors, places: Places, compensated: PerElement, outer: Annotated[Outer, "rows=W"], coef: CoefTable,
+    grads: Tensors, places: Places, compensated: Residual, outer: Annotated[Outer, "rows=W"], coef: CoefTable,
     skipped: Flag, bits: Annotated[Bits, "W P/8/W+"], partials: DoublePerBlock, found: Flag, hold: Flag,
+    drawn: Counter | None = None,
 ) -> None:  # fmt: skip
     """Compress gradients of matrices with error feedback, to signs: ``outer_scales`` makes their scales of c then.
 
@@ -205,7 +210,7 @@ def outer_compress(
     Args:
         grads: Gradients of any float dtype, dense, in the parameters' memory order; empty is zeros.
         places: Elements that do not count get c = 0.
-        compensated: c, read and written.
+        compensated: c, read and written; signs and sums are those of what is stored.
         outer: The scales s that the last message had, a row of each chunk.
         coef: Coefficients of each tensor, of which ONE_MINUS_BETA1, UNIT and GRAD_LIMIT are read.
         skipped: Not 0 where the last step was: its message counts for nothing, and e = c.
@@ -213,12 +218,13 @@ def outer_compress(
         partials: Written: the sum of |c| of each block.
         found: ``NONFINITE`` is set where any gradient was dropped.
         hold: Where set nothing is written.
+        drawn: The updates done, with which c is rounded stochastically; None: it is in float32.
     """
     if hold:
         return
+    of_c = Stored(compensated)
     for tile in tiles(places.sizes, len(bits), places.block_size, compensated.device, len(places.block_tensor)):
-        here = slice(tile.start, tile.start + tile.numel)
-        kept = c = places.rows(compensated[here])
+        kept = c = load(of_c, tile)
         if not skipped:
             s = scales_of(outer.scales[tile.chunk], slots_of_tile(outer, places, tile))
             kept = rules.residual(c, s, False)
@@ -228,9 +234,9 @@ def outer_compress(
         if not finite.all():
             new = tl.where(finite, new, kept)
             found |= int(io.NONFINITE)
-        c.copy_(new)
+        c = store(of_c, new, drawn, tile)
         pack(c.view(-1), bits[tile.chunk, tile.bytes])
-        partials[tile.blocks] = c.double().abs_().sum(1)
+        partials[tile.blocks] = c.double().abs().sum(1)
 
 
 # ---------------------------------------------------------------- a server's

@@ -14,7 +14,7 @@ from . import matrix_rules
 from .finish import ordered_sum
 from .jit import jit, tl
 from .layout import FlatLayout
-from .nouns import DoublePerBlock, Flag, PerElement, Places, Table
+from .nouns import DoublePerBlock, Flag, Places, Residual, Table
 from .op import op
 from .outer import LINES, ROWS, Outer
 
@@ -45,7 +45,7 @@ def sums_of_lines(c, lines, line_stride, length, stride):
     total = tl.zeros([LINES, LANES], tl.float64)
     for first in range(0, length, LANES):
         x = tl.load(c + at, mask=(line < lines) & (first + lane < length), other=0.0)
-        total += tl.abs(x).to(tl.float64)
+        total += tl.abs(x.to(tl.float32)).to(tl.float64)
         c += LANES * stride
     return add_lanes(total)
 
@@ -68,7 +68,7 @@ def outer_scales_kernel(
     compensated, outer, partials, tiles, hold, first_block, blocks_per_chunk,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles. Bytes per element: 4 for c, twice, by rows and by columns, the second time often from a cache."""
+    """Grid: tiles. Bytes per element: 4 or 2 for c, twice, by rows and by columns; the second time often cached."""
     if tl.load(hold) != 0:
         return
     tile = tiles + tl.program_id(0).to(tl.int64) * OF_A_TILE
@@ -99,7 +99,7 @@ def outer_scales_kernel(
     },
 )
 def outer_scales(
-    compensated: PerElement, places: Places, outer: Outer, partials: DoublePerBlock,
+    compensated: Residual, places: Places, outer: Outer, partials: DoublePerBlock,
     tiles: Annotated[Table, "programs 3"], hold: Flag,
 ) -> None:  # fmt: skip
     """Make the scales of matrices' rows and columns, in a fixed order, where they travel from.

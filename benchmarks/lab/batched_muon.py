@@ -58,7 +58,7 @@ class BatchedOwners(Worker):
         *others: Any,
     ) -> None:
         of_matrices, alone, count = (layout, matrices), AlikeTransport(0, 1), transport.world_size
-        update, shares, compensated, live, carried = others
+        update, shares, compensated, live, carried, _ = others
         how = update, shares
         self.one_of_many = OwnedSigns(*of_matrices, transport, *how, compensated, live, carried)
         if carried is not None:

@@ -48,7 +48,7 @@ class MuonOptions(Options):
     ns_dtype: torch.dtype
     ns_eps: float
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
-    takes: ClassVar[frozenset[str]] = (Options.takes | {"average_dtype"}) - {
+    takes: ClassVar[frozenset[str]] = (Options.takes | {"average_dtype", "state"}) - {
         "mask",
         "model_parallel",
         "bias_correction",
@@ -62,6 +62,11 @@ class MuonOptions(Options):
         """Raise ValueError for the first setting that makes no sense."""
         super().check()
         coefficients, steps, dtype, eps = self.ns_coefficients, self.ns_steps, self.ns_dtype, self.ns_eps
+        if self.numerics.state == "8bit":
+            raise ValueError(
+                'state must be "fp32" or "bf16" with OneBitMuon, got "8bit": rows and columns of what is left are '
+                "summed where they lie"
+            )
         if not (is_int(steps) and 1 <= steps < 100):
             raise ValueError(f"ns_steps must be an int from 1 to 99, got {steps!r}")
         if not isinstance(coefficients, tuple) or len(coefficients) != 3 or not all(is_number(c) for c in coefficients):

@@ -116,13 +116,14 @@ class OwnedExchange(Exchange):
                 torch.add(update, nearly, alpha=turn, out=direction)
 
         self.members, layout = matrices.members, matrices.members.layout
-        self.compensated = torch.zeros(layout.numel, device=frame.device)
+        kept = frame.options.formats.moments
+        self.compensated = torch.zeros(layout.numel, dtype=kept.dtype, device=frame.device)
         self._shapes = matrices.shapes
         self._nothing = Whole(*[frame.nothing] * 3)
         self.whole = self._nothing
         of_matrices = layout, matrices.each, frame.ranks.transport
-        left, live = self.compensated, self.members.live
-        super().__init__(frame, self.reducer_kind(*of_matrices, update, shares, left, live, carried))
+        left, drawn = (self.compensated, self.members.live), frame.steps.updates if kept.random else None
+        super().__init__(frame, self.reducer_kind(*of_matrices, update, shares, *left, carried, drawn))
         sizes = [size / root for size, root in zip(matrices.sizes, matrices.roots, strict=True)]
         self.reducer.scale.copy_(by_block(layout, sizes))
         self.whitening = self.whitening_kind(matrices, self.reducer, dtype)
@@ -183,7 +184,7 @@ class OwnedExchange(Exchange):
 
     def owed(self) -> float:
         """Return the norm of what is left of this rank's gradients, over that of what it has sent last."""
-        before = self.compensated.clone()
+        before = self.compensated.float().clone()
         super().settle()
         left, sent = float(self.compensated.norm()), float((before - self.compensated).norm())
         return left / sent if sent else math.inf if left else 0.0
@@ -217,7 +218,7 @@ class OwnedExchange(Exchange):
                 self.whole = Whole(momentum, white.gathered(white.grams), white.gathered(white.made_of))
 
     def resume(self, header: Mapping[str, Any]) -> None:
-        self.whole = Whole(*(torch.zeros_like(self.compensated) for _ in Whole._fields))
+        self.whole = Whole(*(torch.zeros(len(self.compensated), device=self.frame.device) for _ in Whole._fields))
 
     def resumed(self, header: Mapping[str, Any]) -> None:
         momentum, *grams = self.whole

@@ -25,8 +25,9 @@ class Rest(Part):
 
     def __init__(self, frame: Frame, members: Members) -> None:
         self._frame, self.members = frame, members
-        m, v = (torch.zeros(members.layout.numel, device=frame.device) for _ in range(2))
-        self.moments = Moments(m, v)
+        kept = frame.options.formats.moments
+        m, v = (torch.zeros(members.layout.numel, dtype=kept.dtype, device=frame.device) for _ in range(2))
+        self.moments = Moments(m, v, drawn=frame.steps.updates if kept.random else None)
 
     def __call__(self, grads: Sequence[Tensor], coef: Tensor, skip: Tensor, *found: Tensor | None) -> None:
         """Update from gradients of all parameters, as ``averaging.Update``."""

@@ -146,7 +146,7 @@ class Whitening:
         reducer.settle()
         left = reducer.layout.cut(reducer.compensated)
         for k, alike in enumerate(self._alike):
-            e = torch.stack([left[i].view(self._shapes[i]) for i in alike])
+            e = torch.stack([left[i].view(self._shapes[i]) for i in alike]).float()
             white = joined(self._white[k])
             if before:
                 back = torch.linalg.inv_ex(before[k])[0]

@@ -1,5 +1,6 @@
 /* Matrices: signs with a scale of each row and of each column, and their average. */
 
+#include "codes.h"
 #include "headers.h"
 #include "sums.h"
 
@@ -35,14 +36,15 @@ static void element_scales(float *restrict s, const float *restrict scales, stru
 
 KERNEL(outer_compress)
 {
-    float kept[MOST], room[MOST], s[MOST] = {0};
+    float kept[MOST], room[MOST], wide[MOST], s[MOST] = {0};
+    struct Stored of_c = {compensated, compensated_kind, NULL};
     if (*hold)
         return;
     for (int64_t b = begin; b < end; b++) {
         struct place at = tensor_of(b, grads_table, tensors, coef, block_tensor, block_start, GRADS, BLOCK_SIZE);
         const float *g = user_block(room, at, live, live_row[b], BLOCK_SIZE);
         const float *scales = outer.scales + b / blocks_per_chunk * outer.scales_stride;
-        float *c = compensated + b * BLOCK_SIZE;
+        float *c = load_stored(of_c, 1, b, wide, BLOCK_SIZE);
         double absolute[LINE] = {0};
         if (!*skipped)
             element_scales(s, scales, outer, block_tensor[b], b, 1.0f, BLOCK_SIZE);
@@ -60,6 +62,8 @@ KERNEL(outer_compress)
             __atomic_fetch_or(found, NONFINITE, __ATOMIC_RELAXED);
         for (int64_t i = 0; dropped && i < BLOCK_SIZE; i++)
             c[i] = finite(c[i]) ? c[i] : kept[i];
+        if (c == wide)
+            store_drawn(of_c, 1, b, c, *drawn, BLOCK_SIZE);
         EACH_LINE(i, BLOCK_SIZE)
             LANES absolute[j] += fabs((double)c[i + j]);
         partials[b] = sum_lanes(absolute);
@@ -79,24 +83,40 @@ static double sum_of_blocks(const double *partials, int64_t begin, int64_t end)
     return tree_of(lanes, used);
 }
 
-static double sum_of_row(const float *c, int64_t columns)
+/* `n` numbers from `at` on, where they lie in float32, or widened in `room`. */
+static inline const float *line_of(const void *c, int64_t kind, int64_t at, int64_t n, float *room)
+{
+    if (kind == FP32)
+        return (const float *)c + at;
+    for (int64_t i = 0; i < n; i++)
+        room[i] = from_bf16(((const uint16_t *)c)[at + i]);
+    return room;
+}
+
+static double sum_of_row(const void *c, int64_t kind, int64_t at, int64_t columns)
 {
     double lanes[SUM_LANES] = {0};
+    float room[SUM_LANES];
     for (int64_t first = 0; first < columns; first += SUM_LANES) {
         int64_t n = columns - first < SUM_LANES ? columns - first : SUM_LANES;
+        const float *x = line_of(c, kind, at + first, n, room);
         for (int64_t l = 0; l < n; l++)
-            lanes[l] += fabs((double)c[first + l]);
+            lanes[l] += fabs((double)x[l]);
     }
     return tree_sum(lanes);
 }
 
 /* Of `lines` neighbouring columns at once, lane by lane. */
-static void sums_of_columns(double *restrict sums, const float *c, int64_t rows, int64_t columns, int64_t lines)
+static void sums_of_columns(double *restrict sums, const void *c, int64_t kind, int64_t at, struct matrix of,
+                            int64_t lines)
 {
     double lanes[SUM_LANES][LINES] = {0};
-    for (int64_t i = 0; i < rows; i++)
+    float room[LINES];
+    for (int64_t i = 0; i < of.rows; i++) {
+        const float *x = line_of(c, kind, at + i * of.columns, lines, room);
         for (int64_t j = 0; j < lines; j++)
-            lanes[i % SUM_LANES][j] += fabs((double)c[i * columns + j]);
+            lanes[i % SUM_LANES][j] += fabs((double)x[j]);
+    }
     for (int n = SUM_LANES / 2; n; n /= 2)
         for (int l = 0; l < n; l++)
             for (int j = 0; j < LINES; j++)
@@ -112,16 +132,16 @@ KERNEL(outer_scales)
         const int32_t *tile = tiles + p * OF_A_TILE;
         int64_t t = tile[0], first = tile[2], from = first_block[t];
         struct matrix of = matrix_of(outer, t);
-        const float *c = compensated + from * BLOCK_SIZE;
+        int64_t at = from * BLOCK_SIZE;
         float *scales = outer.scales + from / blocks_per_chunk * outer.scales_stride;
         if (tile[1] == ROWS) {
             for (int64_t i = first; i < of.rows && i < first + LINES; i++)
-                scales[of.rows_at + i] = sum_of_row(c + i * of.columns, of.columns);
+                scales[of.rows_at + i] = sum_of_row(compensated, compensated_kind, at + i * of.columns, of.columns);
             continue;
         }
         double sums[LINES], total = sum_of_blocks(partials, from, first_block[t + 1]);
         int64_t lines = of.columns - first < LINES ? of.columns - first : LINES;
-        sums_of_columns(sums, c + first, of.rows, of.columns, lines);
+        sums_of_columns(sums, compensated, compensated_kind, at + first, of, lines);
         for (int64_t j = 0; j < lines; j++)
             scales[of.columns_at + first + j] = share(sums[j], total);
     }
