@@ -43,8 +43,10 @@ PAPERS = ("onebit-adam", "zero-one-adam", "zero-one-adam-16", "marsit-adam")
 """Ours as their papers have them: beside the rivals."""
 CANDIDATE = tuple(name for name in RIVALS if name.startswith("onebit-loco"))
 """What would be one of ours if it were the best of those that spend least: no verdict counts it on either side."""
-POINTS = (*OURS, *PAPERS, *RIVALS)
-OTHERS = tuple(name for name in POINTS if name not in (*OURS, *CANDIDATE))
+OF_MUON = ("onebit-muon",)
+"""What compresses another optimizer than Adam: no verdict counts it on either side."""
+POINTS = (*OURS, *PAPERS, *OF_MUON, *RIVALS)
+OTHERS = tuple(name for name in POINTS if name not in (*OURS, *CANDIDATE, *OF_MUON))
 SELDOM = {
     "1-bit LoCo": CANDIDATE,
     "0/1 Adam": tuple(name for name in OURS if name.startswith("zero-one-adam")),
@@ -80,7 +82,7 @@ def points(records: Records, task: str, workers: int = 4) -> list[Point]:
     """Return what there is of a task, the cheapest first."""
     found, view = [], View(workers)
     for name in POINTS:
-        compared, runs = difference(records, view, task, name), list(view.runs(records, task, name).values())
+        compared, runs = difference(records, view, task, name, CEILING), list(view.runs(records, task, name).values())
         if compared is None or compared.seeds < SEEDS[workers]:
             continue
         spent = sum(max(run["sent"], run["received"]) for run in runs) / len(runs)

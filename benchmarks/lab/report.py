@@ -107,9 +107,9 @@ class Difference:
         return ", ".join(parts)
 
 
-def difference(records: Records, view: View, task: str, optimizer: str) -> Difference | None:
-    """Compare an optimizer with its parent; None without a common seed."""
-    mine, theirs = (view.runs(records, task, name) for name in (optimizer, CONTENDERS[optimizer].parent))
+def difference(records: Records, view: View, task: str, optimizer: str, other: str = "") -> Difference | None:
+    """Compare an optimizer with its parent, or an ``other`` one; None without a common seed."""
+    mine, theirs = (view.runs(records, task, name) for name in (optimizer, other or CONTENDERS[optimizer].parent))
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return None
