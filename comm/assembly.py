@@ -22,15 +22,15 @@ class _Cut(NamedTuple):
     """Matrices of one kind, and where messages have them."""
 
     rows: int
-    """Of a shard, the most; messages have as many of each."""
-    own: int
-    """Of this rank's shards."""
+    """Of the largest shard; messages have as many of each."""
     columns: int
-    holders: Tensor
+    rows_here: int
+    """Of this rank's shards."""
+    maker: Tensor
     """Which rank makes each whole, int64 [number]."""
-    slots: Tensor
+    slot: Tensor
     """Which one it is of those there, int64 [number]."""
-    here: int
+    made_here: int
     """How many this rank makes whole."""
     most: int
     """How many one does."""
@@ -58,17 +58,18 @@ class Assembly:
     ) -> None:
         self._transport, self._dtype, self._cuts = transport, dtype, list[_Cut]()
         ranks, rank = transport.world_size, transport.rank
-        owned = divide([kind for kind, number in kinds for _ in range(number)], ranks)
-        before = length = 0
+        made_by = divide([kind for kind, number in kinds for _ in range(number)], ranks)
+        earlier = length = 0
         for kind, number in kinds:
-            of_kind = range(before, before + number)
-            each = [[i for i in own if i in of_kind] for own in owned]
-            at = {i: (k, slot) for k, own in enumerate(each) for slot, i in enumerate(own)}
-            holders, slots = torch.tensor([at[i] for i in of_kind], device=device).reshape(-1, 2).unbind(1)
-            rows, columns = -(-kind.shape[0] // ranks), kind.shape[1]
-            own, most = min(rows, max(0, kind.shape[0] - rank * rows)), max(map(len, each))
-            self._cuts.append(_Cut(rows, own, columns, holders, slots, len(each[rank]), most, length))
-            before, length = of_kind.stop, length + most * rows * columns
+            matrices = range(earlier, earlier + number)
+            of_kind = [[i for i in made if i in matrices] for made in made_by]
+            place = {i: (maker, slot) for maker, made in enumerate(of_kind) for slot, i in enumerate(made)}
+            maker, slot = torch.tensor([place[i] for i in matrices], device=device).reshape(-1, 2).unbind(1)
+            whole, columns = kind.shape
+            rows, most = -(-whole // ranks), max(map(len, of_kind))
+            rows_here = min(rows, max(0, whole - rank * rows))
+            self._cuts.append(_Cut(rows, columns, rows_here, maker, slot, len(of_kind[rank]), most, length))
+            earlier, length = matrices.stop, length + most * rows * columns
         self._wholes = [kind.shape[0] for kind, _ in kinds]
         self._sent, self._received = (torch.zeros(ranks, length, dtype=dtype, device=device) for _ in range(2))
 
@@ -83,17 +84,17 @@ class Assembly:
             As ``shards``, in the dtype in which matrices travel.
         """
         for cut, part in zip(self._cuts, shards, strict=True):
-            cut.of(self._sent)[:, :, : cut.own].index_put_((cut.holders, cut.slots), part.to(self._dtype))
+            cut.of(self._sent)[:, :, : cut.rows_here].index_put_((cut.maker, cut.slot), part.to(self._dtype))
         self._exchange()
         ranks, wholes = self._transport.world_size, list[Tensor]()
         for cut, rows in zip(self._cuts, self._wholes, strict=True):
-            each = cut.of(self._received)[:, : cut.here].transpose(0, 1)
-            wholes.append(each.reshape(cut.here, ranks * cut.rows, cut.columns)[:, :rows])
+            each = cut.of(self._received)[:, : cut.made_here].transpose(0, 1)
+            wholes.append(each.reshape(cut.made_here, ranks * cut.rows, cut.columns)[:, :rows])
         for cut, rows, whole in zip(self._cuts, self._wholes, make(wholes), strict=True):
-            padded = pad(whole, (0, 0, 0, ranks * cut.rows - rows)).view(cut.here, ranks, cut.rows, cut.columns)
-            cut.of(self._sent)[:, : cut.here] = padded.transpose(0, 1)
+            padded = pad(whole, (0, 0, 0, ranks * cut.rows - rows)).view(cut.made_here, ranks, cut.rows, cut.columns)
+            cut.of(self._sent)[:, : cut.made_here] = padded.transpose(0, 1)
         self._exchange()
-        return [cut.of(self._received)[:, :, : cut.own][cut.holders, cut.slots] for cut in self._cuts]
+        return [cut.of(self._received)[:, :, : cut.rows_here][cut.maker, cut.slot] for cut in self._cuts]
 
     def _exchange(self) -> None:
         if self._sent.numel():

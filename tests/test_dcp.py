@@ -187,7 +187,7 @@ def as_one_rank(rank: int, world_size: int, folder: str) -> str:
 def test_compressed_state_of_another_number_of_shards_is_refused(tmp_path):
     run_ranks(write_shards, 4, "adam", str(tmp_path / "saved"))
     (said,) = run_ranks(as_one_rank, 1, str(tmp_path / "saved"))
-    assert "the checkpoint's shards is 2, but here it is 1; a checkpoint of the compression stage needs as many" in said
+    assert "the checkpoint's shards is 2, but here it is 1; use as many, or the checkpoint of a warm-up" in said
 
 
 # ---------------------------------------------------------------- frozen before the load

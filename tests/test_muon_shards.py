@@ -192,6 +192,26 @@ def test_what_one_shard_finds_skips_all_and_nothing_is_lost(clips):
             torch.testing.assert_close(left[column] + sent, before + given, rtol=0.0, atol=1e-4)
 
 
+def partly_absent(rank: int, world_size: int, where: str) -> list[bool]:
+    """Whether parameters moved, once gradients of two of them are None in the ``where`` column, or in all."""
+    optimizer, params = of_shards(make_mesh())
+    moved = list[bool]()
+    for step in range(4):
+        before = here(params)
+        for i, (p, g) in enumerate(zip(params, gradients(rank // 2, step), strict=True)):
+            absent = step > 1 and i in (1, 3) and where in ("all", str(rank % 2))
+            p.grad = None if absent else like(p, g)
+        optimizer.step()
+        moved = [not torch.equal(x, y) for x, y in zip(before, here(params), strict=True) if len(x)]
+    return moved
+
+
+@pytest.mark.parametrize("where", ["all", "0", "1"])
+def test_what_one_shard_lacks_counts_as_zeros(where):
+    for moved in run_ranks(partly_absent, 4, where):
+        assert moved == [where != "all" or i not in (1, 3) for i in range(len(moved))]
+
+
 # ---------------------------------------------------------------- checkpoints, and training
 
 
@@ -290,6 +310,18 @@ def test_sharded_models_learn(kind):
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+def others(rank: int, world_size: int) -> tuple[str, str]:
+    mesh = make_mesh()
+    params = sharded_parameters([torch.ones(8, 4), torch.ones(8, 4 + 2 * (rank % 2))], mesh)
+    return named(lambda: OneBitMuon(params, process_group=mesh["replicate"]))
+
+
+def test_shards_of_other_matrices_are_refused():
+    for kind, said in run_ranks(others, 4):
+        assert kind == "DisagreementError"
+        assert "the shape of parameter 1, all shards together" in said
 
 
 def columns(rank: int, world_size: int) -> tuple[str, str]:

@@ -236,7 +236,9 @@ class Frame:
         facts = [] if error else self._facts()
         names = [] if error else self.parameters.names
         of_a_shard = {what for name in names for what in (name, f"the mask of {name}")}
+        whole = [] if error else zip(names, self.parameters.owners, strict=True)
         of_all = [fact for fact in facts if fact[0] not in of_a_shard]
+        of_all += [(f"the shape of {name}, all shards together", str(tuple(p.shape))) for name, p in whole]
         of_any_part = [] if error else ["the optimizer", *self.options.names()]
         of_model = [fact for fact in facts if fact[0] in of_any_part]
         of_model += [] if error else [("whether any parameter trains", str(bool(names)))]
@@ -336,7 +338,7 @@ class Frame:
         }
         way_out = {
             "algorithm": "construct that one, with its policies; ZeroOneAdam(params) once had policies.EveryStep()",
-            "shards": "a checkpoint of the compression stage needs as many shards; one of the warm-up does not",
+            "shards": "use as many, or the checkpoint of a warm-up, or begin from the model alone",
             "block_size": "pass that as Wire(block_size=...), or none",
         }
         for key, value in own.items():

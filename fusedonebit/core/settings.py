@@ -121,8 +121,8 @@ class Numerics:
             (``Wire(block_size=...)``): from its largest value down to 2^-32 of it, 2^-16 if signed. An element with
             gradients below 1e-4 of its block's largest then hardly moves, and an outlier 1e7 times the others stops its
             block: set ``max_grad_norm``. ``"8bit"`` needs ``precondition`` for ``OneBitAdam``. Checkpoints have
-            float32; saving one rounds ``OneBitAdam``'s residuals once more. For ``AdamW``, ``Lamb``, ``OneBitAdam``;
-            ``"bf16"`` for ``OneBitMuon`` too, whose momenta stay in float32, on their owners.
+            float32; saving one rounds residuals once more. For ``AdamW``, ``Lamb``, ``OneBitAdam``; ``"bf16"`` for
+            ``OneBitMuon`` too, whose momenta stay in float32, on their owners.
         maximize: Maximize the objective, as in torch. Default: False. Groups may set it.
         mask: Which elements may move: a mapping from parameters to bool tensors of their shape (of a DTensor's shard),
             equal on all ranks. Elements with False never move, and count in no norm. Default: None. Parameters left out

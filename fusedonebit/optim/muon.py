@@ -33,6 +33,7 @@ from .rest import Rest
 
 COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 """torch.optim.Muon's."""
+NS_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LEAD = 0.1
 """How much of the direction is the newest gradient, where it arrives at a bit: twice as much as at momentum 0.95
 otherwise, since error feedback delays gradients, which costs more than noise does."""
@@ -71,8 +72,8 @@ class MuonOptions(Options):
             raise ValueError(f"ns_steps must be an int from 1 to 99, got {steps!r}")
         if not isinstance(coefficients, tuple) or len(coefficients) != 3 or not all(is_number(c) for c in coefficients):
             raise ValueError(f"ns_coefficients must be three finite numbers, got {coefficients!r}")
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"ns_dtype must be a torch.dtype of floats, such as torch.bfloat16, got {dtype!r}")
+        if dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype must be one of {', '.join(map(str, NS_DTYPES))}, got {dtype!r}")
         if not (is_number(eps) and eps > 0):
             raise ValueError(f"eps must be a finite number > 0, got {eps!r}")
 
@@ -225,7 +226,7 @@ class OneBitMuon(DistributedOptimizer):
 
     Args:
         params, process_group, numerics, wire, faults: As for ``OneBitAdam``. A tensor of more than two dimensions is a
-            matrix with a row for each of its first one.
+            matrix with a row for each of its first one. Shards of rows (FSDP2) are orthogonalised as whole matrices.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: As torch.optim.Muon's;
             momentum is the same in all groups.
         algorithm: "muon", or "adamw", of groups. Groups of matrices may have "stacks" as well: of how many matrices,

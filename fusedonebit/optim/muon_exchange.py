@@ -157,17 +157,20 @@ class OwnedExchange(Exchange):
     def completed(self, context: StepContext) -> StepContext:
         context = super().completed(context)
         if self.frame.ranks.shards.count > 1:  # before messages are sent, so that no owner takes what others skip
-            context = context._replace(unite=partial(self.unite, self._united, context.abort))
+            context = context._replace(unite=partial(self.unite, lambda flags: self._united(flags)[0], context.abort))
         return context
 
     def take_verdict(self, coef: Tensor) -> Tensor:
         if self.frame.ranks.shards.count > 1:
-            self.reducer.refuse(self._united(self.reducer.flags))
+            verdict = self.reducer.verdict
+            flags, verdict.absent = self._united(self.reducer.flags, verdict.absent)
+            self.reducer.refuse(flags)
         return super().take_verdict(coef)
 
-    def _united(self, flags: Tensor) -> Tensor:
-        """Return the flags that any shard's ranks have, int32 [1]."""
-        return self.frame.ranks.shards.unite(flags, self.frame.tag_of_shards, None, 0)[0]
+    def _united(self, flags: Tensor, absent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the flags that any shard's ranks have, int32 [1], and what is ``absent`` from all."""
+        tensors = len(self.reducer.owners.layout.sizes)
+        return self.frame.ranks.shards.unite(flags, self.frame.tag_of_shards, absent, tensors)
 
     def state(self, compressed: bool) -> Sequence[StateTensor]:
         """Return what is left of gradients, of which each rank has its own, and what owners have, once it is gathered.
