@@ -126,7 +126,7 @@ class Kernel(NamedTuple):
     @property
     def halves(self) -> int:
         """Numbers that are cut to 32 bits on purpose: words that a hash makes random bits of, a digest."""
-        draws = any(name.endswith("_drawn") for name in self.given) and {"*bf16", "*u8"} & set(self.given.values())
+        draws = any(name.endswith("drawn") for name in self.given) and {"*bf16", "*u8"} & set(self.given.values())
         if self.op in OF_LEVELS:
             kept = self.given.get("residual_numbers", "*fp32" if self.op == "take_back" else None)
             draws = self.op != "dequantise" and (kept in ("*bf16", "*u8") or (kept is None and self.given["BITS"] > 1))
