@@ -139,18 +139,20 @@ def test_stacks_are_orthogonalised_one_by_one(shape):
     torch.testing.assert_close(one.double(), state.x, rtol=0.0, atol=1e-6)
 
 
-def test_nothing_is_lost():
+@pytest.mark.parametrize(("state", "rounding"), [("fp32", 2e-5), ("bf16", 0.03)])
+def test_nothing_is_lost(state, rounding):
     """At momentum 0 the momentum is what has arrived: that and what is left, as gradients are, are all there was."""
 
     def run(rank: int, transport: Any) -> list[tuple[Tensor, Tensor]]:
         params, told = parameters(), []
-        optimizer = made(params, transport, momentum=0.0, nesterov=False, ns_dtype=torch.float64)
+        how = {"ns_dtype": torch.float64, "numerics": Numerics(state=state)}
+        optimizer = made(params, transport, momentum=0.0, nesterov=False, **how)
         for step in range(6):
             train(optimizer, params, rank, range(step, step + 1))
-            state, shape = optimizer.state_dict()["state"][len(REST)], SHAPES[MATRICES[0]]
-            left = state["worker_error"].view(shape)
-            if "whitened_by" in state:
-                left = raw(left, state["whitened_by"], shape)
+            saved, shape = optimizer.state_dict()["state"][len(REST)], SHAPES[MATRICES[0]]
+            left = saved["worker_error"].view(shape).float()
+            if "whitened_by" in saved:
+                left = raw(left, saved["whitened_by"], shape)
             told.append((left.clone(), optimizer.momentum(params[MATRICES[0]])))
         return told
 
@@ -159,7 +161,10 @@ def test_nothing_is_lost():
     for step in range(6):
         left = torch.stack([told[step][0].view(before.shape) for told in each]).mean(0)
         given = torch.stack([gradients(rank, step)[MATRICES[0]] for rank in range(3)]).mean(0)
-        torch.testing.assert_close(left + each[0][step][1], before + given, rtol=0.0, atol=2e-5)
+        off = left + each[0][step][1] - before - given
+        print(f"{state}, step {step}: off by {off.abs().max():.1e} at most, by {off.mean():.1e} on average")
+        assert off.abs().max() <= rounding
+        assert off.mean().abs() <= rounding / 20  # it is stochastic
         before = left
 
 
