@@ -121,9 +121,8 @@ class Trainee:
         # Ranks may be within a round: then a new optimizer gets what they had in common at first.
         groups = [[Parameter(torch.zeros_like(p)) for p in group] for group in self.groups]
         other = Trainee(self.name, groups, self.transport)
-        with torch.no_grad():
-            for p, values in zip(other.params, saved["params"], strict=True):
-                p.copy_(values)
+        for p, values in zip(other.params, saved["params"], strict=True):
+            p.data.copy_(values)
         other.optimizer.load_state_dict(saved["optimizer"])
         return other
 
@@ -140,7 +139,7 @@ class Trainee:
             if kind == "scaled":
                 del self.optimizer.grad_scale, self.optimizer.found_inf
         elif kind == "group":
-            added = [Parameter(torch.randn(12, generator=torch.Generator().manual_seed(rest[0])))]
+            added = [Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(rest[0])))]
             try:
                 self.optimizer.add_param_group({"params": added})
             except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import warnings
 from collections.abc import Callable
@@ -291,6 +292,7 @@ def under_ddp(rank: int, world_size: int, name: str, wrapped: bool) -> list[str]
 
 def compiled(rank: int, world_size: int, name: str, compiles: bool) -> tuple[list[str], tuple[int, int]]:
     """Returns what there is after each step at another rate, and how many graphs and breaks there were."""
+    gc.collect()  # a model's end takes a hook away, on which there is a guard while something is compiled
     torch._dynamo.reset()
     counters.clear()
     model = net()

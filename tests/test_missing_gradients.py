@@ -16,7 +16,7 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from warmup_runs import relative
 
-from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, ZeroOneAdam, ddp
+from fusedonebit import Faults, Lamb, MarsitAdam, MarsitSGD, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam, ddp
 from fusedonebit.comm import SimulatedGroup
 from fusedonebit.core.sharding import local
 from fusedonebit.optim.policies import DoublingRounds, DoublingVariance, EveryStep, FixedRounds
@@ -54,8 +54,7 @@ def named(*families: dict[str, Make]) -> Any:
 
 
 def is_missing(rank: int, step: int, i: int) -> bool:
-    generator = torch.Generator().manual_seed(7 + rank + 10 * step + 1000 * i)
-    return bool(torch.rand((), generator=generator) < 0.5)
+    return bool(torch.rand((), generator=torch.Generator().manual_seed(7 + rank + 10 * step + 1000 * i)) < 0.5)
 
 
 def absent_in(step: int) -> set[int]:
@@ -65,17 +64,18 @@ def absent_in(step: int) -> set[int]:
 
 def state_of(optimizer: Any, p: Tensor) -> dict[str, Tensor]:
     """What an optimizer has of a parameter, as users see it; and what a checkpoint has per tensor."""
+    saved = optimizer.state_dict()["state"][[id(q) for q in optimizer.state].index(id(p))]  # and gathers momenta
     state = {"x": p, "m": optimizer.momentum(p), **optimizer.state[p]}
     for name in ("worker_error", "compensation"):
         if hasattr(optimizer, name):
             state[name] = getattr(optimizer, name)(p)
-    saved = optimizer.state_dict()["state"][[id(q) for q in optimizer.state].index(id(p))]
     state |= {name: saved[name] for name in ("layer", "exp_avg_sq_fresh") if name in saved}
     return {name: value.detach().clone() for name, value in state.items()}
 
 
-def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    return [name for name in before if not torch.equal(before[name], after[name])]
+def changed(before: dict[str, Tensor], after: dict[str, Tensor], turned: float = 0.0) -> list[str]:
+    other = [name for name in before if not torch.equal(before[name], after[name])]
+    return [name for name in other if name != "m" or not relative(after[name], before[name]) < turned]
 
 
 def stays(optimizer: Any, params: list[Parameter], rank: int, step: int, lone: int | None) -> None:
@@ -83,9 +83,9 @@ def stays(optimizer: Any, params: list[Parameter], rank: int, step: int, lone: i
     absent = absent_in(step)
     for i, p in enumerate(params):
         p.grad = None if i in absent or (rank == lone and i == (step + 1) % 5) else gradient(rank, step, i)
-    before = {i: state_of(optimizer, params[i]) for i in absent}
-    optimizer.step()
-    assert not {i: found for i in absent if (found := changed(before[i], state_of(optimizer, params[i])))}
+    before, turned = {i: state_of(optimizer, params[i]) for i in absent}, 2e-5 * isinstance(optimizer, OneBitMuon)
+    optimizer.step()  # 1-bit Muon brings momenta to another basis
+    assert not {i: found for i in absent if (found := changed(before[i], state_of(optimizer, params[i]), turned))}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -136,12 +136,12 @@ def ends_of(make: Make, world_size: int, steps: int, given: Callable[[int, int, 
     """All ranks' parameters and momenta after some steps with ``given(rank, step, i)``."""
 
     def work(rank: int, transport: Any) -> list[Tensor]:
-        params = parameters()
-        optimizer = make(params, process_group=transport)
+        optimizer = make(params := parameters(), process_group=transport)
         for step in range(steps):
             for i, p in enumerate(params):
                 p.grad = given(rank, step, i)
             optimizer.step()
+        optimizer.state_dict()  # gathers momenta that owners alone have
         return [*params, *(optimizer.momentum(p) for p in params)]
 
     return SimulatedGroup(world_size).run(work)
@@ -243,6 +243,7 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(name):
             for i, p in enumerate(params):
                 p.grad = given(rank, step, i)
             optimizer.step()
+        optimizer.state_dict()  # gathers momenta that owners alone have
         return [*params, *(optimizer.momentum(p) for p in params)]
 
     for ours, reference in zip(SimulatedGroup(2).run(work), ends_of(make, 2, steps, given), strict=True):
