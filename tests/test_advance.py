@@ -163,7 +163,7 @@ def taken_of(*values: dict[str, Any]) -> list[dict[str, Any]]:
     for change in values:
         group |= change
         for _ in range(2):
-            hyper.take([group], check_group)
+            hyper.take([group], check_group, None)
         found.append({key: float(value) if key == "lr" else value for key, value in hyper.taken[0].items()})
     return found
 
@@ -193,24 +193,24 @@ def test_a_change_is_taken_and_taken_back(change):
 def test_what_is_filled_in_place_is_seen(betas):
     group = {"lr": 0.1, "betas": betas, "maximize": False}
     hyper = HyperParameters(NAMES, torch.device("cpu"), False)
-    hyper.take([group], check_group)
+    hyper.take([group], check_group, None)
     if isinstance(betas, list):
         betas[1] = 0.5
     else:
         betas[1].fill_(0.5)
-    hyper.take([group], check_group)
+    hyper.take([group], check_group, None)
     assert tuple(hyper.taken[0]["betas"]) == (0.9, 0.5)
 
 
 def test_a_bad_change_raises_each_time_and_keeps_the_last_good():
     group = {"lr": 0.1, "betas": (0.9, 0.99), "maximize": False}
     hyper = HyperParameters(NAMES, torch.device("cpu"), False)
-    hyper.take([group], check_group)
+    hyper.take([group], check_group, None)
     group["betas"] = (0.9, 1.5)
     for _ in range(2):
         with pytest.raises(ValueError, match="betas must be two numbers"):
-            hyper.take([group], check_group)
+            hyper.take([group], check_group, None)
         assert hyper.taken[0]["betas"] == (0.9, 0.99)
     group["betas"] = (0.9, 0.99)
-    hyper.take([group], check_group)
+    hyper.take([group], check_group, None)
     assert hyper.taken[0]["betas"] == (0.9, 0.99)

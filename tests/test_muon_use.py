@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedonebit import FusedOneBitWarning, OneBitMuon, Wire
+from fusedonebit import AbortedStepError, FusedOneBitWarning, Numerics, OneBitMuon, Wire
 from fusedonebit.comm import SimulatedGroup
 
 
@@ -63,14 +63,17 @@ def test_a_bad_gradient_stops_all_and_an_absent_one_its_own():
     [
         ({"algorithm": "lion"}, "algorithm must be 'muon' or 'adamw', got 'lion'"),
         ({"momentum": 0.5, "ns_steps": 0}, "ns_steps must be an int from 1 to 99, got 0"),
-        ({"ns_coefficients": 3.0}, "ns_coefficients must be three finite numbers, got 3.0"),
+        ({"ns_coefficients": 3.0}, "ns_coefficients must be three finite numbers, none above .*, got 3.0"),
+        ({"ns_coefficients": (1e300, 1.0, 1.0)}, r"ns_coefficients must be .*, got \(1e\+300, 1.0, 1.0\)"),
         (
             {"wire": Wire(average_dtype=torch.float16)},
             "average_dtype must be torch.bfloat16 or torch.float32, got torch.float16",
         ),
         ({"ns_dtype": "bf16"}, "ns_dtype must be one of torch.bfloat16, .*, got 'bf16'"),
         ({"ns_dtype": torch.float8_e4m3fn}, "ns_dtype must be one of torch.bfloat16, .*, got torch.float8_e4m3fn"),
-        ({"eps": 0.0}, "eps must be a finite number > 0, got 0.0"),
+        ({"ns_dtype": torch.float16}, "ns_dtype must be one of torch.bfloat16, .*, got torch.float16"),
+        ({"eps": 0.0}, "eps must be a finite number from 1e-37 to .*, got 0.0"),
+        ({"eps": 1e300}, r"eps must be a finite number from .*, got 1e\+300"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of 'original', 'match_rms_adamw', got 'rms'"),
         ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
     ],
@@ -84,6 +87,9 @@ def test_bad_arguments_are_named(wrong, told):
 def test_momenta_of_groups_are_the_same():
     groups = [{"params": [Parameter(torch.zeros(8, 8))]}, {"params": [Parameter(torch.zeros(8, 8))], "momentum": 0.5}]
     with pytest.raises(ValueError, match=r"momentum must be the same in all groups, 0\.95, got 0\.5 in group 1"):
+        OneBitMuon(groups)
+    groups[1] = {"params": groups[1]["params"], "eps": 1e-3}
+    with pytest.raises(ValueError, match=r"eps of matrices must be OneBitMuon's argument, got 0.001 in group 1: leave"):
         OneBitMuon(groups)
 
 
@@ -125,6 +131,72 @@ def test_momentum_may_change_between_steps():
 
     for ranks in (1, 2):
         SimulatedGroup(ranks).run(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_momentum_that_was_scheduled_is_resumed(ranks):
+    def run(rank: int, transport: Any) -> None:
+        params, others = parameters(), parameters()
+        optimizer = made(params, transport, momentum=0.85)
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.95
+        train(optimizer, params, rank, range(3))
+        resumed = made(others, transport, momentum=0.85)
+        resumed.load_state_dict(optimizer.state_dict())
+        for p, q in zip(params, others, strict=True):
+            q.data.copy_(p.data)
+        train(optimizer, params, rank, range(3, 6))
+        train(resumed, others, rank, range(3, 6))
+        assert all(map(torch.equal, params, others))
+
+    SimulatedGroup(ranks).run(run)
+
+
+WRONG = {
+    "momentum": (0.5, "momentum must be the same in all groups, 0.5, got 0.95 in group 1"),
+    "stacks": (2, "stacks of group 0 must stay 1, got 2: construct a new optimizer"),
+    "algorithm": ("adamw", "algorithm of group 0 must stay 'muon', got 'adamw': construct a new optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_ranks_change_of_a_group_stops_all_ranks(name):
+    value, told = WRONG[name]
+
+    def run(rank: int, transport: Any) -> None:
+        params = [Parameter(torch.ones(8, 8)) for _ in range(2)]
+        optimizer = OneBitMuon([{"params": [p]} for p in params], LR, process_group=transport)
+        for step in range(3):
+            for p in params:
+                p.grad = torch.eye(8)
+            before, group = [p.detach().clone() for p in params], optimizer.param_groups[0]
+            was, group[name] = group[name], value if rank == step == 1 else group[name]
+            if step == 1:
+                with pytest.raises(
+                    (ValueError, RuntimeError) if rank else AbortedStepError, match=told if rank else None
+                ):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            assert all(map(torch.equal, params, before)) == (step == 1)
+            group[name] = was
+
+    SimulatedGroup(2, timeout=60).run(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_maximises_as_it_minimises_minus_that(ranks):
+    def run(rank: int, transport: Any) -> None:
+        one, other = parameters(), parameters()
+        up, down = made(one, transport, numerics=Numerics(maximize=True)), made(other, transport)
+        for step in range(3):
+            for p, q, g in zip(one, other, gradients(rank, step), strict=True):
+                p.grad, q.grad = g, -g
+            up.step()
+            down.step()
+        assert all(map(torch.equal, one, other))
+
+    SimulatedGroup(ranks).run(run)
 
 
 def alike(run: Any, ranks: int = 2) -> Any:

@@ -70,8 +70,8 @@ class Algorithm:
 
     # ---------------------------------------------------------------- groups
 
-    def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ValueError for a hyper-parameter of a group that can't be changed any more; ``where`` names it."""
+    def check_groups(self, groups: Sequence[Mapping[str, Any]], where: str = "") -> None:
+        """Raise an error for what groups, all there are ``where``, can't be any more, or can't be together."""
 
     def check_growth(self) -> None:
         """Raise RuntimeError if no group can be added now."""

@@ -12,6 +12,8 @@ from .options import check_lr, numbers, read_once
 
 Check = Callable[[dict[str, Any], str], None]
 """Raises ValueError for the first hyper-parameter of a group, which it names, that makes no sense."""
+CheckAll = Callable[[Sequence[Mapping[str, Any]]], None]
+"""And for those of all groups that don't go together."""
 
 
 class HyperParameters:
@@ -52,8 +54,9 @@ class HyperParameters:
                 view.fill_(group["lr"])
                 group["lr"] = view
 
-    def take(self, groups: Sequence[dict[str, Any]], check: Check) -> None:
+    def take(self, groups: Sequence[dict[str, Any]], check: Check, check_all: CheckAll | None) -> None:
         """Take those that were changed, once they are checked; a bad one leaves the last good ones."""
+        fresh, last = list(self.taken), dict[int, tuple[list[Any], list[Any]] | None]()
         for i, group in enumerate(groups):
             given = [group.get(name) for name in self.names]
             kinds = [tuple(map(type, value)) if type(value) is tuple else type(value) for value in given]
@@ -66,15 +69,17 @@ class HyperParameters:
             taken = numbers({name: group[name] for name in self.names})
             if isinstance(group["lr"], Tensor) and not self._capturable:
                 check_lr(group["lr"], f" in group {i}")  # it may have been filled in place
-            if i == len(self.taken):
-                self.taken.append(taken)
-            elif not _same(taken, self.taken[i]):
+            if i == len(fresh):
+                fresh.append(taken)
+            elif not _same(taken, fresh[i]):
                 check({**group, **taken}, f"group {i}")
-                self.taken[i] = taken
-            if all(map(_is_plain, given)):
-                self._last[i] = kinds, given
-            else:
-                self._last.pop(i, None)
+                fresh[i] = taken
+            last[i] = (kinds, given) if all(map(_is_plain, given)) else None
+        if last:
+            if check_all is not None:
+                check_all(fresh)
+            self.taken = fresh
+            self._last = {i: each for i, each in (self._last | last).items() if each is not None}
 
 
 _PLAIN = {int, float, bool, str}

@@ -155,6 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._add_group(materialise_group(param_group))
         for i, group in enumerate(self.param_groups):  # all: laid out anew, no step sees what was changed before
             self.check_group(numbers(group), f"group {i}")
+        self.algorithm.check_groups([numbers(group) for group in self.param_groups])
         self._keep_rates()
         self.frame.take_parameters()
         self.frame.check_16_bits(self.kind.traits.corrects)
@@ -168,14 +169,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Raise ValueError for the first hyper-parameter of a group that makes no sense."""
         check_group(group, name)
         self.frame.options.check_group(group, name, self.frame.ranks.transport.world_size)
-        if self.is_built:
-            self.algorithm.check_group(group, f" in {name}" if name else "")
 
     def take_hyper_parameters(self) -> None:
         """Take the groups' hyper-parameters, where they were changed, for the steps that follow."""
         if self.frame.options.wire.capturable:
             self._keep_rates()
-        self.frame.hyper.take(self.param_groups, self.check_group)
+        algorithm = getattr(self, "algorithm", None)  # the first one looks at groups when it is made
+        self.frame.hyper.take(self.param_groups, self.check_group, algorithm and algorithm.check_groups)
 
     def _keep_rates(self) -> None:
         self.frame.hyper.keep_rates(self.param_groups)
@@ -392,6 +392,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors and plain values only; see ``core.state.saving``, and ``dcp``.
+
+        ``OneBitMuon``'s gathers what owners have: all ranks must call it.
 
         Raises:
             CollectiveError: after a step that ended so, or was interrupted while it changed parameters: half a step is

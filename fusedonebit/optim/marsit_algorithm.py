@@ -96,12 +96,13 @@ class Marsit(Algorithm, Stage):
 
     # ---------------------------------------------------------------- groups
 
-    def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        if not self._had_moments and group.get("momentum"):
-            raise ValueError(
-                f"momentum must be 0 where no group had any at construction, got {group['momentum']!r}{where}; "
-                "construct the optimizer anew"
-            )
+    def check_groups(self, groups: Sequence[Mapping[str, Any]], where: str = "") -> None:
+        for number, group in enumerate(groups):
+            if not self._had_moments and group.get("momentum"):
+                raise ValueError(
+                    f"momentum must be 0 where no group had any at construction, got {group['momentum']!r} in group "
+                    f"{number}{where}; construct the optimizer anew"
+                )
 
     def check_growth(self) -> None:
         if self.frame.ranks.levels is not None:

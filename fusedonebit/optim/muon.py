@@ -33,7 +33,12 @@ from .rest import Rest
 
 COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 """torch.optim.Muon's."""
-NS_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NS_DTYPES = torch.bfloat16, torch.float32, torch.float64
+"""Whose range gradients don't leave."""
+EPS = 1e-8
+"""AdamW's."""
+LEAST, LARGEST = 1e-37, 1e38
+"""Of numbers that Newton-Schulz takes: bfloat16 has them."""
 LEAD = 0.1
 """How much of the direction is the newest gradient, where it arrives at a bit: twice as much as at momentum 0.95
 otherwise, since error feedback delays gradients, which costs more than noise does."""
@@ -70,12 +75,15 @@ class MuonOptions(Options):
             )
         if not (is_int(steps) and 1 <= steps < 100):
             raise ValueError(f"ns_steps must be an int from 1 to 99, got {steps!r}")
-        if not isinstance(coefficients, tuple) or len(coefficients) != 3 or not all(is_number(c) for c in coefficients):
-            raise ValueError(f"ns_coefficients must be three finite numbers, got {coefficients!r}")
         if dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype must be one of {', '.join(map(str, NS_DTYPES))}, got {dtype!r}")
-        if not (is_number(eps) and eps > 0):
-            raise ValueError(f"eps must be a finite number > 0, got {eps!r}")
+        three = isinstance(coefficients, tuple) and len(coefficients) == 3
+        if not three or not all(is_number(c) and abs(c) <= LARGEST for c in coefficients):
+            raise ValueError(
+                f"ns_coefficients must be three finite numbers, none above {LARGEST}, got {coefficients!r}"
+            )
+        if not (is_number(eps) and LEAST <= eps <= LARGEST):
+            raise ValueError(f"eps must be a finite number from {LEAST} to {LARGEST}, got {eps!r}")
 
 
 class Muon(Algorithm):
@@ -90,9 +98,7 @@ class Muon(Algorithm):
     def check(cls, frame: Frame) -> None:
         """Raise ValueError for parameters that are no matrices, and for momenta that differ."""
         super().check(frame)
-        first = _momentum(frame.groups)
-        for number, group in enumerate(frame.groups):
-            _check_group(group, first, f" in group {number}")
+        _check_groups(frame.groups)
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
@@ -104,8 +110,8 @@ class Muon(Algorithm):
         self.rest = Rest(frame, Members(frame, range(count, len(plist)))) if count < len(plist) else None
         how: dict[str, Any] = {"steps": options.ns_steps, "eps": options.ns_eps, "dtype": options.ns_dtype}
         orthogonalise = partial(orthogonalised, coefficients=options.ns_coefficients, **how)
-        shards, dtype = frame.ranks.shards.transport, options.ns_dtype
-        orthogonaliser = partial(Orthogonaliser, orthogonalise, dtype, shards, frame.device)
+        shards, wide = frame.ranks.shards.transport, options.ns_dtype is not torch.bfloat16
+        orthogonaliser = partial(Orthogonaliser, orthogonalise, options.ns_dtype, shards, frame.device)
         rest = () if self.rest is None else (self.rest,)
         if frame.ranks.transport.world_size == 1 or not count:
             update = MuonUpdate(frame, matrices, partial(_shares, frame, options.nesterov, 0.0), orthogonaliser)
@@ -115,8 +121,8 @@ class Muon(Algorithm):
         else:
             shares = partial(_shares, frame, options.nesterov, LEAD)
             carried = None if self.rest is None else self._carried(self.rest)
-            dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-            self.exchange = self.exchange_kind(frame, matrices, shares, orthogonaliser, carried, dtype)
+            whitening = torch.float32 if wide else torch.bfloat16
+            self.exchange = self.exchange_kind(frame, matrices, shares, orthogonaliser, carried, whitening)
             self._stage = OneBit(frame, self.exchange, self.rest)
             self.parts = (self.exchange, *rest, self._stage)
 
@@ -124,22 +130,19 @@ class Muon(Algorithm):
         world_size = self.frame.ranks.transport.world_size
         return Carried(rest.members.layout, world_size, self.options.wire.average_dtype, self.frame.device)
 
-    def check_step(self) -> None:
-        """Raise RuntimeError if a group is trained by something else than it was at first."""
-        for number, (group, before) in enumerate(zip(self.frame.groups, self._trained, strict=True)):
+    @property
+    def stage(self) -> Stage:
+        return self._stage
+
+    def check_groups(self, groups: Sequence[Mapping[str, Any]], where: str = "") -> None:
+        """Raise ValueError as at first; RuntimeError if a group is trained by something else than then."""
+        for number, (group, before) in enumerate(zip(groups, self._trained, strict=False)):
             for name, was in zip(("algorithm", "stacks"), before, strict=True):
                 if group[name] != was:
                     raise RuntimeError(
                         f"{name} of group {number} must stay {was!r}, got {group[name]!r}: construct a new optimizer"
                     )
-
-    @property
-    def stage(self) -> Stage:
-        return self._stage
-
-    def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ValueError if a group's parameters are no matrices, or its momentum is not the others'."""
-        _check_group(group, _momentum(self.frame.groups), where)
+        _check_groups(groups, where)
 
     def check_growth(self) -> None:
         if self.frame.steps.outcomes.attempts:
@@ -161,8 +164,14 @@ def _momentum(groups: Sequence[Mapping[str, Any]]) -> float:
 
 def _shares(frame: Frame, nesterov: bool, lead: float) -> Shares:
     """Return those of this step, for its momentum may have changed; the newest gradient's is at least ``lead``."""
-    momentum = _momentum(frame.groups)
+    momentum = _momentum(frame.hyper.taken)
     return Shares(momentum, max(lead, 1 - momentum) if nesterov else 0.0)
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], where: str = "") -> None:
+    """Raise ValueError for the first of all groups that is no group of 1-bit Muon's."""
+    for number, group in enumerate(groups):
+        _check_group(group, _momentum(groups), f" in group {number}{where}")
 
 
 def _check_group(group: Mapping[str, Any], momentum: float, where: str) -> None:
@@ -174,6 +183,8 @@ def _check_group(group: Mapping[str, Any], momentum: float, where: str) -> None:
         return
     if group["momentum"] != momentum:
         raise ValueError(f"momentum must be the same in all groups, {momentum}, got {group['momentum']}{where}")
+    if group["eps"] != EPS:
+        raise ValueError(f"eps of matrices must be OneBitMuon's argument, got {group['eps']!r}{where}: leave it out")
     for p in group.get("params", ()):
         if not isinstance(p, Tensor):  # of a checkpoint, which has numbers
             continue
@@ -216,8 +227,9 @@ class OneBitMuon(DistributedOptimizer):
 
     with O Newton-Schulz, s its update's root mean square, and P the inverse root of the momentum's Gram matrix, which
     owners make anew every 100 steps (``fusedonebit.reference.onebit_muon``). C keeps signs and scales of rows and
-    columns. Each matrix has an owner, which alone has its momentum, and orthogonalises it; a is 0.1, since error
-    feedback delays gradients. There is no warm-up, and no variance. A rank alone sends nothing: it is torch's Muon.
+    columns. Each matrix has an owner, which alone has its momentum, and orthogonalises it; a is at least 0.1, since
+    error feedback delays gradients, and 0 without Nesterov. There is no warm-up, and no variance. A rank alone sends
+    nothing: it is torch's Muon.
 
     Vectors, embeddings and the last layer are trained by AdamW, on averages that travel in the same messages, in
     groups that say so::
@@ -261,7 +273,7 @@ class OneBitMuon(DistributedOptimizer):
         faults: Faults = FAULTS,
     ) -> None:
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        defaults |= {"algorithm": algorithm, "betas": betas, "eps": 1e-8, "stacks": 1}
+        defaults |= {"algorithm": algorithm, "betas": betas, "eps": EPS, "stacks": 1}
         shared: dict[str, Any] = {"process_group": process_group, "numerics": numerics, "wire": wire, "faults": faults}
         own: dict[str, Any] = {
             "nesterov": nesterov,

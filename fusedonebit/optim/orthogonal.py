@@ -18,7 +18,7 @@ from ..core.header import FLAG, Field, Fields
 from ..core.members import Members
 from ..core.part import Part
 from ..core.state_tensor import StateTensor
-from ..triton_kernels import FlatLayout, move_along
+from ..triton_kernels import Coef, FlatLayout, move_along
 
 Coefficients = tuple[float, float, float]
 LEAST = 1e-4
@@ -182,6 +182,8 @@ class MuonUpdate(Part):
         directions, updates = list[Tensor](), [frame.nothing] * len(grads)
         for own in self._alike.values():
             g = torch.stack([grads[i] for i in own])
+            if any(group["maximize"] for group in frame.hyper.taken):
+                g = g * coef[own, Coef.ONE_MINUS_BETA1, None].sign()
             before = torch.stack([momenta[i] for i in own])
             still = skip != 0
             if frame.absent is not None:

@@ -118,6 +118,7 @@ def examine(
     try:
         told = header_of(state_dict)
         _check_groups(frame, check_group, state_dict["param_groups"], told is None and "betas" in frame.hyper.names)
+        contents.algorithm.check_groups(_merged(frame, state_dict["param_groups"]), " of the checkpoint")
         states = by_parameter(frame, state_dict)
         header = _completed(told, states)
         contents.check_header(header)
