@@ -333,7 +333,7 @@ def test_compressed_gradients_end_as_near_as_recorded(name, view):
     assert len(near) >= WITHIN[name, view]
 
 
-NEAR_MUON = {view: (0.25 if view.alike else 1.0, n) for view, n in zip(VIEWS, (2, 2, 3, 2), strict=True)}
+NEAR_MUON = {view: (0.25 if view.alike else 1.0, n) for view, n in zip(VIEWS, (2, 2, 3, 3), strict=True)}
 NEAR_MUON |= {View(parents=True, by=2.0): (1.0, 5), View(16, parents=True, by=2.0): (1.0, 6)}
 """What is aimed at on five of six tasks, in percent; and on how many it is recorded."""
 
@@ -345,7 +345,7 @@ def test_one_bit_muon_ends_as_near_as_recorded(view):
     for task in tasks:
         d = difference(RECORDS, view, task, "onebit-muon")
         print(f"{view.title}, {task}: {d}")
-        assert d.seeds >= 5
+        assert d.seeds >= (20 if view.by == 1.0 else 5)
         assert d.diverged == 0
     told = [task for task in near if task not in untold]
     print(f"{view.title}: {len(near)} of {len(tasks)} within {percent} % of Muon (5 aimed at): {near}; told: {told}")
