@@ -117,8 +117,9 @@ def examine(
     states: Sequence[State] = ()
     try:
         told = header_of(state_dict)
-        _check_groups(frame, check_group, state_dict["param_groups"], told is None and "betas" in frame.hyper.names)
-        contents.algorithm.check_groups(_merged(frame, state_dict["param_groups"]), " of the checkpoint")
+        of_adamw = told is None and "betas" in frame.hyper.names
+        groups = _checked_groups(frame, check_group, state_dict["param_groups"], of_adamw)
+        contents.algorithm.check_groups(groups, " of the checkpoint")
         states = by_parameter(frame, state_dict)
         header = _completed(told, states)
         contents.check_header(header)
@@ -182,7 +183,7 @@ def _warn(frame: Frame, header: State) -> None:
         )
 
 
-def _check_groups(frame: Frame, check_group: Callable[..., None], saved: Groups, of_adamw: bool) -> None:
+def _checked_groups(frame: Frame, check_group: Callable[..., None], saved: Groups, of_adamw: bool) -> Groups:
     if (theirs := _lengths(saved)) != (own := _lengths(frame.groups)):
         raise ValueError(f"checkpoint of another model: its groups have {theirs} parameters, this optimizer's {own}")
     for number, group in enumerate(saved):
@@ -191,12 +192,14 @@ def _check_groups(frame: Frame, check_group: Callable[..., None], saved: Groups,
             raise ValueError(
                 f"state_dict must be of fusedonebit or torch.optim.AdamW, but group {number} has no betas, only {keys}"
             )
-    for number, group in enumerate(_merged(frame, saved)):
-        check_group(numbers(group), f"group {number} of the checkpoint")
+    merged = [numbers(group) for group in _merged(frame, saved)]
+    for number, group in enumerate(merged):
+        check_group(group, f"group {number} of the checkpoint")
         if group.get("amsgrad"):
             raise ValueError("checkpoint of AdamW with amsgrad=True can't be continued; there is no amsgrad here")
         if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
             raise ValueError("checkpoint of Adam with L2 weight decay can't be continued; decay is decoupled here")
+    return merged
 
 
 def _merged(frame: Frame, saved: Groups) -> list[dict[str, Any]]:
